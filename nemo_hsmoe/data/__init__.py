@@ -1,0 +1,1 @@
+"""Text to tokens to Megatron indexed datasets. Knows neither NeMo nor Lightning."""

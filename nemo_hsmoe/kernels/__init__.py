@@ -1,0 +1,1 @@
+"""Compute kernels, each beside a plain torch reference. Knows neither Megatron nor NeMo."""

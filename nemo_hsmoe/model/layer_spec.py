@@ -1,0 +1,93 @@
+"""Layer specifications: which class stands for which part, with and without TransformerEngine."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from nemo_hsmoe.model.attention import (
+    ScaledDotProductCoreAttention,
+    SeparateProjectionAttentionSubmodules,
+    SeparateProjectionSelfAttention,
+)
+from nemo_hsmoe.model.config import HybridSparseMoEConfig
+from nemo_hsmoe.model.experts import RoutedExperts, SharedExperts
+from nemo_hsmoe.model.moe_layer import DenseGatedFFN, HybridMoELayer, HybridMoESubmodules
+from nemo_hsmoe.model.router import StraightThroughTopKRouter
+from nemo_hsmoe.runtime.errors import require
+
+
+def transformer_engine_available() -> bool:
+    """Tell whether TransformerEngine is installed and CUDA is there for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def uses_transformer_engine(config: HybridSparseMoEConfig) -> bool:
+    """Resolve `config.use_transformer_engine`.
+
+    Raises:
+        ConfigurationError: when it asks for TransformerEngine and this machine has none.
+    """
+    if config.use_transformer_engine is None:
+        return transformer_engine_available()
+    require(
+        not config.use_transformer_engine or transformer_engine_available(),
+        "use_transformer_engine",
+        True,
+        "needs transformer-engine installed and a CUDA device; None chooses by what is there",
+    )
+    return config.use_transformer_engine
+
+
+def decoder_block_spec(config: HybridSparseMoEConfig) -> TransformerBlockSubmodules:
+    """Every layer of the decoder and its final norm."""
+    if uses_transformer_engine(config):
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TEDotProductAttention,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        column, row, norm, core = TEColumnParallelLinear, TERowParallelLinear, TENorm, TEDotProductAttention
+    else:
+        column, row, norm = ColumnParallelLinear, RowParallelLinear, WrappedTorchNorm
+        core = ScaledDotProductCoreAttention
+
+    attention = ModuleSpec(
+        module=SeparateProjectionSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SeparateProjectionAttentionSubmodules(
+            linear_q=column, linear_k=column, linear_v=column, core_attention=core, linear_proj=row
+        ),
+    )
+    feed_forward = ModuleSpec(
+        module=HybridMoELayer,
+        submodules=HybridMoESubmodules(
+            router=StraightThroughTopKRouter,
+            experts=RoutedExperts,
+            shared_experts=SharedExperts,
+            dense=ModuleSpec(module=DenseGatedFFN, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=feed_forward,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=norm)

@@ -1,0 +1,65 @@
+"""Fixes for NeMo 2.7.3 × Megatron Core 0.16.1 × NeMo-Run 0.11.1 that subclassing cannot reach.
+
+docs/architecture.md lists what each one changes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+_FAILED = ("FAILED", "CANCELLED", "UNKNOWN")
+_installed = False
+
+
+class JobFailedError(RuntimeError):
+    """A job of an experiment did not succeed."""
+
+
+def install() -> None:
+    """Install every fix once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _raise_when_a_waited_for_job_failed()
+    if not _cuda_is_available():
+        _skip_cuda_device_check_on_load()
+    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_not_about_mlp_type)
+
+
+def _cuda_is_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _is_not_about_mlp_type(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Unknown MLP type")
+
+
+def _skip_cuda_device_check_on_load() -> None:
+    import nemo.lightning.io.pl as checkpoint_io
+
+    checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
+
+
+def _raise_when_a_waited_for_job_failed() -> None:
+    import nemo_run.run.api as run_api
+
+    class ExperimentTellingTheTruth(run_api.Experiment):
+        def __exit__(self, *exception):
+            result = super().__exit__(*exception)
+            if exception[0] is None and getattr(self, "_launched", False) and getattr(self, "_waited", True):
+                raise_if_failed(self)
+            return result
+
+    run_api.Experiment = ExperimentTellingTheTruth
+
+
+def raise_if_failed(experiment) -> None:
+    """Raise `JobFailedError` naming every job of a finished experiment that did not succeed."""
+    statuses = {name: str(job["status"]) for name, job in (experiment.status(return_dict=True) or {}).items()}
+    failed = {name: status for name, status in statuses.items() if any(word in status.upper() for word in _FAILED)}
+    if failed:
+        listing = ", ".join(f"{name}: {status}" for name, status in failed.items())
+        raise JobFailedError(f"job failed ({listing}); its log: nemo experiment logs {experiment._id} 0")
