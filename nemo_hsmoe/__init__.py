@@ -1,7 +1,15 @@
 """A hybrid sparse mixture-of-experts language model on Megatron Core, and the NeMo 2.0 recipes that train it."""
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
+
+for _known_and_harmless in (
+    ".*Transformer Engine and Apex are not installed.*",
+    ".*pynvml package is deprecated.*",
+    ".*full scope is deprecated.*",
+):
+    warnings.filterwarnings("ignore", message=_known_and_harmless)
 
 _PUBLIC = {
     "HybridSparseMoEConfig": "nemo_hsmoe.model.config",

@@ -16,13 +16,13 @@ def hsmoe_tiny(
     num_nodes: int = 1,
     num_gpus_per_node: int = 1,
     expert_parallelism: Optional[int] = None,
-    micro_batch_size: int = 1,
+    micro_batch_size: Optional[int] = None,
     global_batch_size: int = 4,
     max_steps: int = 240,
     max_time: Optional[str] = None,
     corpus: Optional[str] = None,
     shared_experts: Literal["replicated", "sharded"] = "replicated",
-    async_checkpoints: bool = True,
+    async_checkpoints: bool = False,
     seed: int = 1234,
 ) -> run.Partial:
     """Pre-train two narrow layers with all 64 routed and 8 shared experts and the whole vocabulary, in float32.
@@ -31,7 +31,8 @@ def hsmoe_tiny(
         dir, name: the run folder is `dir/name`; `dir` None is `./nemo_experiments`.
         num_nodes, num_gpus_per_node: processes; without CUDA they are CPU processes over gloo.
         expert_parallelism: processes that share one set of experts; None takes all of them.
-        micro_batch_size, global_batch_size: sequences of 256 tokens, at once in a process and an iteration.
+        micro_batch_size, global_batch_size: sequences of 256 tokens, at once in a process and an iteration; None takes
+            the whole batch at once.
         max_steps: iterations.
         max_time: stop after this long, `DD:HH:MM:SS`.
         corpus: file or folder of text; None takes the Python standard library.
@@ -41,6 +42,7 @@ def hsmoe_tiny(
     """
     seq_length = 256
     expert_parallelism = components.checked_parallelism(num_nodes, num_gpus_per_node, expert_parallelism)
+    micro_batch_size = micro_batch_size or max(1, global_batch_size // (num_nodes * num_gpus_per_node))
     return run.Partial(
         llm.pretrain,
         model=components.model(
@@ -59,7 +61,7 @@ def hsmoe_tiny(
             seed=seed,
             max_time=max_time,
         ),
-        optim=components.optimizer("fp32", max_steps, learning_rate=3e-3, final_learning_rate=1e-4),
+        optim=components.optimizer("fp32", max_steps, learning_rate=1e-2, final_learning_rate=1e-3),
         log=components.logger(dir, name, max_steps),
         resume=components.resume(),
     )

@@ -1,7 +1,5 @@
 """Configuration of the hybrid sparse MoE transformer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Callable, Literal, Optional
 
@@ -75,6 +73,7 @@ class HybridSparseMoEConfig(TransformerConfig):
     masked_softmax_fusion: bool = False
     calculate_per_token_loss: bool = True
     perform_initialization: bool = False
+    moe_router_dtype: Optional[Literal["fp32", "fp64"]] = "fp32"
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
     moe_router_load_balancing_type: str = "none"
 

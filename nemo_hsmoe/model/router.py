@@ -122,15 +122,17 @@ def collect_expert_load(
 
 @torch.no_grad()
 def update_balance_bias(routers: Iterable[StraightThroughTopKRouter], load_LE: Tensor, rate: float) -> None:
-    """Move every selection bias by `rate` against its expert's load error and clear the counters.
+    """Move every selection bias against its expert's load error and clear the counters.
 
-    `b_e += rate · sign(mean load − load_e)` (Wang et al. 2024, arXiv:2408.15664). A layer that saw no token keeps its bias.
+    `b_e += rate · (1 − load_e / mean load)`, the proportional form of Wang et al. 2024 (arXiv:2408.15664): it keeps the
+    sum of the biases and comes to rest at balance. A layer that saw no token keeps its bias.
 
     Args:
         load_LE: global token counts of one iteration, from `collect_expert_load`.
         rate: step size; 0 only clears the counters.
     """
-    direction_LE = torch.sign(load_LE.mean(dim=-1, keepdim=True) - load_LE)
-    for router, direction_E in zip(routers, direction_LE):
-        router.balance_bias += rate * direction_E
+    mean_L1 = load_LE.mean(dim=-1, keepdim=True)
+    error_LE = torch.where(mean_L1 > 0, 1.0 - load_LE / mean_L1.clamp_min(1e-9), 0.0)
+    for router, error_E in zip(routers, error_LE):
+        router.balance_bias += rate * error_E
         router.expert_load.zero_()

@@ -1,7 +1,5 @@
 """The four model sizes the recipes train. One function a size; keyword arguments override any field."""
 
-from __future__ import annotations
-
 from typing import Any, Callable
 
 from nemo_hsmoe.model.config import HybridSparseMoEConfig
@@ -34,6 +32,7 @@ def hsmoe_tiny(**overrides: Any) -> HybridSparseMoEConfig:
         shared_expert_ffn_hidden_size=24,
         dense_ffn_hidden_size=64,
         seq_length=256,
+        balance_bias_update_rate=0.05,
     )
     return HybridSparseMoEConfig(**{**shape, **overrides})
 

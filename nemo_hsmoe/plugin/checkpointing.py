@@ -1,15 +1,17 @@
 """Checkpoints that are complete or not there, and the search for the one to resume from."""
 
-from __future__ import annotations
-
+import logging as megatron_logging
 import os
 import pickle
 import tempfile
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Optional
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from nemo import lightning as nl
 from nemo.lightning.pytorch.callbacks import ModelCheckpoint
 from nemo.utils import AppState, logging
@@ -52,12 +54,22 @@ class HybridSparseMoECheckpoint(ModelCheckpoint):
         self.async_save = getattr(trainer.strategy, "async_save", False)
         LightningModelCheckpoint.setup(self, trainer, *args, **kwargs)
 
+    def _monitor_candidates(self, trainer) -> dict[str, torch.Tensor]:
+        return {**super()._monitor_candidates(trainer), "step": torch.tensor(trainer.global_step)}
+
     def nemo_topk_check_previous_run(self) -> None:
         """Keep what an earlier session of this run wrote."""
 
 
+@dataclass
 class RunLogger(nl.NeMoLogger):
-    """NeMo's logger over one run folder that later sessions of the run share."""
+    """NeMo's logger over one run folder that later sessions of the run share, with TensorBoard events below it.
+
+    Attributes:
+        verbose: show what NeMo and Megatron log below the level of a warning.
+    """
+
+    verbose: bool = False
 
     def setup(self, trainer, resume_if_exists: bool = False, task_config=None):
         """Check that the run folder can be written, then set up logging.
@@ -67,6 +79,13 @@ class RunLogger(nl.NeMoLogger):
         """
         folder = self.explicit_log_dir or os.path.join(self.log_dir or "nemo_experiments", self.name)
         require_writable_folder("dir", folder)
+        if not self.verbose:
+            logging.setLevel(logging.WARNING)
+            megatron_logging.getLogger("megatron.core").setLevel(megatron_logging.WARNING)
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+        self.update_logger_directory = False
+        if self.tensorboard is None:
+            self.tensorboard = TensorBoardLogger(save_dir=folder, name="", version="tensorboard")
         return super().setup(trainer, resume_if_exists, task_config)
 
     def _setup_files_to_move(self, log_dir, app_state: AppState) -> None:

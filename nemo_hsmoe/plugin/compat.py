@@ -3,9 +3,9 @@
 docs/architecture.md lists what each one changes.
 """
 
-from __future__ import annotations
-
+import importlib
 import logging
+import sys
 
 _FAILED = ("FAILED", "CANCELLED", "UNKNOWN")
 _installed = False
@@ -43,8 +43,24 @@ def _skip_cuda_device_check_on_load() -> None:
     checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
 
 
+def start_checkpoint_queue() -> None:
+    """Start the process that collects Megatron's checkpoint write results, without importing the main script in it.
+
+    Megatron spawns it at the first save; a spawned process imports the launching script again, here all of NeMo.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import _get_write_results_queue
+
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        _get_write_results_queue()
+    finally:
+        main.__dict__.update(hidden)
+
+
 def _raise_when_a_waited_for_job_failed() -> None:
-    import nemo_run.run.api as run_api
+    run_api = importlib.import_module("nemo_run.run.api")
 
     class ExperimentTellingTheTruth(run_api.Experiment):
         def __exit__(self, *exception):

@@ -1,17 +1,14 @@
 """The parts recipes are put together from, each a `run.Config` with this project's defaults."""
 
-from __future__ import annotations
-
-import dataclasses
 from typing import Any, Literal, Optional
 
 import nemo_run as run
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from nemo import lightning as nl
 from nemo.lightning.pytorch.optim import OptimizerModule
 
+from nemo_hsmoe.model.config import HybridSparseMoEConfig
 from nemo_hsmoe.model.sizes import config_for
 from nemo_hsmoe.plugin.callbacks import RunMetrics, RunSummary
 from nemo_hsmoe.plugin.checkpointing import HybridSparseMoECheckpoint, RunLogger, RunResume
@@ -68,9 +65,9 @@ def model(size: str, seq_length: int, expert_parallelism: int, seed: int, **fiel
     )
     defaults = HybridSparseMoENeMoConfig()
     changed = {
-        field.name: getattr(sized, field.name)
-        for field in dataclasses.fields(type(sized))
-        if field.name in _OWN_FIELDS and getattr(sized, field.name) != getattr(defaults, field.name)
+        name: getattr(sized, name)
+        for name in HybridSparseMoEConfig.__annotations__
+        if getattr(sized, name) != getattr(defaults, name)
     }
     return run.Config(HybridSparseMoELightningModule, config=run.Config(HybridSparseMoENeMoConfig, **changed))
 
@@ -96,15 +93,8 @@ def trainer(
         expert_model_parallel_size=expert_parallelism,
         ckpt_async_save=async_checkpoints,
         seed=seed,
-        ddp=run.Config(
-            DistributedDataParallelConfig,
-            grad_reduce_in_fp32=True,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap,
-            check_for_nan_in_grad=False,
-            average_in_collective=False,
-            use_distributed_optimizer=True,
-        ),
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
     )
     plugins = []
     if precision == "bf16":
@@ -197,8 +187,3 @@ def logger(dir: Optional[str], name: str, max_steps: int) -> run.Config:
 def resume() -> run.Config:
     """Continue from the newest complete checkpoint of the run folder, or start."""
     return run.Config(RunResume, resume_if_exists=True, resume_ignore_no_checkpoint=True)
-
-
-_OWN_FIELDS = set(HybridSparseMoENeMoConfig.__annotations__) | {
-    name for base in HybridSparseMoENeMoConfig.__mro__ for name in getattr(base, "__annotations__", {})
-}

@@ -1,7 +1,5 @@
 """Data module: a local corpus, packed and sampled for Megatron."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, Iterator, Optional, Sequence

@@ -1,7 +1,5 @@
 """`HybridSparseMoEModel` as a NeMo model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Iterator, Optional
 
@@ -22,7 +20,13 @@ class HybridSparseMoENeMoConfig(HybridSparseMoEConfig, io.IOMixin):
 
 
 class TokenMeanLoss(MegatronLossReduction):
-    """Loss averaged over the valid tokens of the whole global batch."""
+    """Loss averaged over the valid tokens of the whole global batch.
+
+    Attributes:
+        valid_tokens: of the global batch reduced last.
+    """
+
+    valid_tokens: int = 0
 
     def forward(self, batch: dict[str, Tensor], forward_out: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum of token losses, number of valid tokens, and both for the report."""
@@ -35,6 +39,7 @@ class TokenMeanLoss(MegatronLossReduction):
         total = torch.stack([report["loss_and_tokens"] for report in losses_reduced_per_micro_batch]).sum(dim=0)
         torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         loss, tokens = total
+        self.valid_tokens = int(tokens)
         return loss / tokens.clamp_min(1.0)
 
 
@@ -77,9 +82,13 @@ class HybridSparseMoELightningModule(GPTModel):
     @property
     def training_loss_reduction(self) -> TokenMeanLoss:
         """Mean over the valid tokens of the global batch."""
-        return TokenMeanLoss()
+        if self._training_loss_reduction is None:
+            self._training_loss_reduction = TokenMeanLoss()
+        return self._training_loss_reduction
 
     @property
     def validation_loss_reduction(self) -> TokenMeanLoss:
         """Mean over the valid tokens of the global batch."""
-        return TokenMeanLoss()
+        if self._validation_loss_reduction is None:
+            self._validation_loss_reduction = TokenMeanLoss()
+        return self._validation_loss_reduction

@@ -1,7 +1,5 @@
 """Megatron's optimizers behind NeMo's optimizer module."""
 
-from __future__ import annotations
-
 from typing import Any, Iterator
 
 import torch

@@ -1,18 +1,18 @@
 """NeMo's Megatron strategy with this plugin's checkpoint fixes."""
 
-from __future__ import annotations
-
 from typing import Any, Mapping, Optional
 
 import torch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from nemo.lightning import MegatronStrategy
 from nemo.lightning.io.pl import MegatronCheckpointIO
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
+from nemo_hsmoe.plugin import compat
 from nemo_hsmoe.plugin.optim import allocate_adam_states
 from nemo_hsmoe.runtime import cpu
 from nemo_hsmoe.runtime.errors import require
@@ -29,14 +29,37 @@ class AsyncCheckpointIO(AsyncFinalizableCheckpointIO):
 class HybridSparseMoEStrategy(MegatronStrategy):
     """Megatron strategy for expert- and data-parallel training on CUDA or CPU.
 
+    Gradients are summed in float32 and divided by the valid tokens of the global batch; optimizer states are sharded over
+    the data-parallel ranks.
+
     Args:
         seed: seed of Megatron's random-number tracker.
+        overlap_grad_reduce: reduce gradients while backward goes on.
+        overlap_param_gather: gather updated parameters while forward goes on.
+        check_for_nan_in_grad: stop with an error when a gradient is not finite.
         ckpt_optim_fully_reshardable: keep optimizer states loadable at any expert- and data-parallel size.
-        arguments: `nemo.lightning.MegatronStrategy`'s.
+        arguments: `nemo.lightning.MegatronStrategy`'s, `ddp` excepted.
     """
 
-    def __init__(self, *, seed: int = 1234, ckpt_optim_fully_reshardable: bool = True, **arguments: Any):
-        super().__init__(ckpt_optim_fully_reshardable=ckpt_optim_fully_reshardable, **arguments)
+    def __init__(
+        self,
+        *,
+        seed: int = 1234,
+        overlap_grad_reduce: bool = False,
+        overlap_param_gather: bool = False,
+        check_for_nan_in_grad: bool = False,
+        ckpt_optim_fully_reshardable: bool = True,
+        **arguments: Any,
+    ):
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=overlap_grad_reduce,
+            overlap_param_gather=overlap_param_gather,
+            check_for_nan_in_grad=check_for_nan_in_grad,
+            average_in_collective=False,
+            use_distributed_optimizer=True,
+        )
+        super().__init__(ddp=ddp, ckpt_optim_fully_reshardable=ckpt_optim_fully_reshardable, **arguments)
         self.tracker_seed = seed
 
     def connect(self, model) -> None:
@@ -81,6 +104,20 @@ class HybridSparseMoEStrategy(MegatronStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io) -> None:
         self._checkpoint_io = io
+
+    def validation_step(self, dataloader_iter, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Validate on one global batch; `val_loss` is the mean over all valid tokens of all batches."""
+        with self.precision_plugin.val_step_context():
+            loss = self.model.validation_step(dataloader_iter, *args, **kwargs)
+        module = self.lightning_module
+        valid_tokens = module.validation_loss_reduction.valid_tokens
+        module.log("val_loss", loss, prog_bar=True, on_epoch=True, batch_size=valid_tokens)
+        return loss
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath, storage_options: Optional[Any] = None) -> None:
+        """Write a distributed checkpoint."""
+        compat.start_checkpoint_queue()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def optimizer_sharded_state_dict(self, is_loading: bool = False, metadata: Optional[dict] = None):
         """Optimizer states as sharded tensors, allocated first when they are about to be loaded."""

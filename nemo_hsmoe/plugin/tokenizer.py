@@ -1,7 +1,5 @@
 """The Llama 3 encoding as a NeMo tokenizer."""
 
-from __future__ import annotations
-
 from typing import Sequence
 
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Callable
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -100,12 +101,25 @@ def _called_from_megatron_optimizer() -> bool:
     return sys._getframe(2).f_globals.get("__name__", "").startswith(_OPTIMIZER_MODULES)
 
 
-def _return_self(self, *args, **kwargs):
-    return self
+def _answering(answer: Callable) -> Callable:
+    """A new function object around `answer`: torch.compile keeps one rule a function and refuses shared ones."""
+
+    def replacement(*args, **kwargs):
+        return answer(*args, **kwargs)
+
+    return replacement
 
 
-def _do_nothing(*args, **kwargs) -> None:
+def _nothing(*args, **kwargs) -> None:
     return None
+
+
+def _zero(*args, **kwargs) -> int:
+    return 0
+
+
+def _itself(self, *args, **kwargs):
+    return self
 
 
 def _get_rng_state(device=None) -> torch.Tensor:
@@ -118,6 +132,12 @@ def _set_rng_state(state, device=None) -> None:
 
 def _call_now(callback, **kwargs) -> None:
     callback()
+
+
+def _l2_norm(chunk_size, noop_flag, tensor_lists, per_tensor, *args) -> tuple[torch.Tensor, None]:
+    """Norm of all gradients accumulated in float64: torch's float32 norm of millions of elements is off by 1e-4 on CPU."""
+    squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2 for tensor in tensor_lists[0]]
+    return torch.stack(squares).sum().sqrt().float().reshape(1), None
 
 
 def is_installed() -> bool:
@@ -136,27 +156,40 @@ def install() -> bool:
     if _mode is not None:
         return True
 
+    import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.tensor_parallel.random as megatron_random
     import torch.cuda.random as cuda_random
 
     cuda = torch.cuda
     cuda.Stream = ProgramOrderStream
     cuda.Event = CompletedEvent
-    cuda.current_device = lambda: _CPU
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: ProgramOrderStream()
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.synchronize = cuda.set_device = cuda.empty_cache = _do_nothing
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = cuda_random.get_rng_state = _get_rng_state
-    cuda.set_rng_state = _set_rng_state
     cuda.default_generators = _DefaultGenerators()
-    for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):
-        setattr(cuda, name, lambda *args, **kwargs: 0)
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = _do_nothing
-    torch.Tensor.cuda = torch.nn.Module.cuda = _return_self
-    torch.Tensor.record_stream = _do_nothing
     megatron_random._lazy_call = _call_now
+    clip_grads.l2_norm_impl = _l2_norm
+    for name, answer in {
+        "current_device": lambda: _CPU,
+        "current_stream": ProgramOrderStream,
+        "default_stream": ProgramOrderStream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": _nothing,
+        "set_device": _nothing,
+        "empty_cache": _nothing,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        "memory_allocated": _zero,
+        "max_memory_allocated": _zero,
+        "memory_reserved": _zero,
+        "max_memory_reserved": _zero,
+    }.items():
+        setattr(cuda, name, _answering(answer))
+    cuda_random.get_rng_state = _answering(_get_rng_state)
+    cuda.nvtx.range_push = _answering(_nothing)
+    cuda.nvtx.range_pop = _answering(_nothing)
+    torch.Tensor.cuda = _answering(_itself)
+    torch.Tensor.record_stream = _answering(_nothing)
+    torch.nn.Module.cuda = _answering(_itself)
 
     _mode = CudaSpelledAsCpu()
     _mode.__enter__()

@@ -1,7 +1,5 @@
 """What an iteration cost and achieved: progress lines, `metrics.jsonl` and the loggers."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -79,10 +77,19 @@ class RunMetrics(pl.Callback, CallbackMethods):
             if self._line["step"] % self.log_every_n_steps == 0 or self._line["step"] == trainer.max_steps:
                 self._print(self._line, trainer.max_steps)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validate after the last iteration, unless that has happened: a resumed run's last batch may go unnoticed."""
+        if self._line and "val_loss" not in self._line and trainer.limit_val_batches:
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.run()
+            trainer.training = True
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the iteration's line again, with the validation loss."""
-        if self._line and "val_loss" in trainer.callback_metrics and trainer.is_global_zero:
-            self._line["val_loss"] = float(trainer.callback_metrics["val_loss"])
+        if not self._line or "val_loss" not in trainer.callback_metrics:
+            return
+        self._line["val_loss"] = float(trainer.callback_metrics["val_loss"])
+        if trainer.is_global_zero:
             self._write_line(trainer, replace=True)
             self._print(self._line, trainer.max_steps)
 

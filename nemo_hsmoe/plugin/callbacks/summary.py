@@ -1,7 +1,5 @@
 """What a finished run shows: held-out loss beside the unigram model's, a plot, a sample of text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Optional
