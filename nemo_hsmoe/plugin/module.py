@@ -50,9 +50,12 @@ class HybridSparseMoELightningModule(GPTModel):
     """
 
     def configure_model(self, vp_stage: Optional[int] = None) -> None:
-        """Build the model once."""
+        """Build the model once; TransformerEngine layers add weight gradients to Megatron's buffers themselves."""
         if not hasattr(self, "module"):
             self.module = HybridSparseMoEModel(self.config, vp_stage=vp_stage)
+            for part in self.module.modules():
+                if hasattr(part, "fuse_wgrad_accumulation"):
+                    part.fuse_wgrad_accumulation = True
 
     def forward(self, input_ids: Tensor, **arguments) -> Tensor:
         """Call the wrapped model; see `HybridSparseMoEModel.forward`."""

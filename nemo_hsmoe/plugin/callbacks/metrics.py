@@ -25,7 +25,8 @@ class RunMetrics(pl.Callback, CallbackMethods):
 
     A line holds `step` (1 for the first), `loss` (mean over the valid tokens of the global batch, nats), `lr` (the one
     this iteration used), `tokens_per_second` (all processes), `tokens_per_second_per_device`, `seconds`, `grad_norm`
-    (before clipping), `expert_load` (tokens of the busiest expert ÷ mean, worst layer) and `consumed_samples`; the line
+    (before clipping), `expert_load` (tokens of the busiest expert ÷ mean, worst layer), `peak_memory_gib` (CUDA, 0 without)
+    and `consumed_samples`; the line
     of an iteration that validated also holds `val_loss`. Lines of iterations that a resumed run repeats move to
     `metrics.superseded.jsonl`.
     """
@@ -70,6 +71,7 @@ class RunMetrics(pl.Callback, CallbackMethods):
             "seconds": seconds,
             "grad_norm": float(logged["grad_norm"]) if "grad_norm" in logged else None,
             "expert_load": float((load_LE.amax(dim=1) / load_LE.mean(dim=1).clamp_min(1.0)).max()),
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             "consumed_samples": trainer.global_step * data.global_batch_size,
         }
         if trainer.is_global_zero:
