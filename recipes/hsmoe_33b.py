@@ -4,9 +4,9 @@ from typing import Literal, Optional
 
 import nemo_run as run
 from nemo.collections import llm
+from nemo_hsmoe.recipes.hsmoe_5b import hsmoe_5b
 
 from nemo_hsmoe.plugin import components
-from nemo_hsmoe.recipes.hsmoe_5b import hsmoe_5b
 
 
 @run.cli.factory(target=llm.pretrain, name="hsmoe_33b")

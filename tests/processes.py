@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import socket
 import traceback
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 TIMEOUT_SECONDS = 420
 _context = multiprocessing.get_context("forkserver")

@@ -12,7 +12,7 @@ def train(recipe_name: str, arguments: dict[str, Any], overrides: Optional[dict[
 
     Args:
         arguments: of the recipe function; `dir` and `name` are required.
-        overrides: dotted paths, as on the command line.
+        overrides: dotted paths, as on the command line; a number is a place in a list.
     """
     import fiddle as fdl
 
@@ -24,7 +24,7 @@ def train(recipe_name: str, arguments: dict[str, Any], overrides: Optional[dict[
         *parents, leaf = path.split(".")
         node = recipe
         for parent in parents:
-            node = getattr(node, parent)
+            node = node[int(parent)] if parent.isdigit() else getattr(node, parent)
         setattr(node, leaf, value)
     fdl.build(recipe)()
     return read_metrics(Path(arguments["dir"]) / arguments["name"])

@@ -8,9 +8,10 @@ import os
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Iterable, Iterator, Optional, Sequence
+from typing import Optional
 
 import numpy as np
 from tqdm import tqdm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from llama_models.llama3.tokenizer import Tokenizer as Llama3Encoding
 

@@ -1,13 +1,21 @@
 """Configuration of the hybrid sparse MoE transformer."""
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Literal, Optional
+from typing import Literal, Optional
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_hsmoe.runtime.errors import require
+
+
+def transformer_engine_available() -> bool:
+    """Tell whether TransformerEngine is installed and CUDA is there for it."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
 
 SharedExpertPlacement = Literal["replicated", "sharded"]
 
@@ -73,12 +81,14 @@ class HybridSparseMoEConfig(TransformerConfig):
     masked_softmax_fusion: bool = False
     calculate_per_token_loss: bool = True
     perform_initialization: bool = False
+    moe_router_pre_softmax: bool = True
     moe_router_dtype: Optional[Literal["fp32", "fp64"]] = "fp32"
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
     moe_router_load_balancing_type: str = "none"
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        self.moe_permute_fusion = self.moe_permute_fusion or transformer_engine_available()
         if self.num_shared_experts:
             self.moe_shared_expert_intermediate_size = self.num_shared_experts * self.shared_expert_ffn_hidden_size
         if self.ffn_hidden_size is None:
@@ -126,7 +136,9 @@ class HybridSparseMoEConfig(TransformerConfig):
 
     def _check_parallelism(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            require(getattr(self, name) == 1, name, getattr(self, name), "needs 1: this model shards over experts and data")
+            require(
+                getattr(self, name) == 1, name, getattr(self, name), "needs 1: this model shards over experts and data"
+            )
         experts = self.expert_model_parallel_size
         require(
             self.num_moe_experts % experts == 0,

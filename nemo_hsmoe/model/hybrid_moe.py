@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Iterator, Optional
+from typing import Optional
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -109,6 +110,7 @@ class HybridSparseMoEModel(GPTModel):
         embedding = self.embedding.word_embeddings.weight
         embedding.data = embedding.data.float()
         keep_in_float32(embedding)
+        cast_floating_point(self, config.params_dtype)
         initialize_parameters(self, config)
 
     def forward(

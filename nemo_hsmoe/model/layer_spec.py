@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
@@ -19,16 +16,11 @@ from nemo_hsmoe.model.attention import (
     SeparateProjectionAttentionSubmodules,
     SeparateProjectionSelfAttention,
 )
-from nemo_hsmoe.model.config import HybridSparseMoEConfig
+from nemo_hsmoe.model.config import HybridSparseMoEConfig, transformer_engine_available
 from nemo_hsmoe.model.experts import RoutedExperts, SharedExperts
 from nemo_hsmoe.model.moe_layer import DenseGatedFFN, HybridMoELayer, HybridMoESubmodules
 from nemo_hsmoe.model.router import StraightThroughTopKRouter
 from nemo_hsmoe.runtime.errors import require
-
-
-def transformer_engine_available() -> bool:
-    """Tell whether TransformerEngine is installed and CUDA is there for it."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def uses_transformer_engine(config: HybridSparseMoEConfig) -> bool:

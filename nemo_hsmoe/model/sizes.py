@@ -1,6 +1,7 @@
 """The four model sizes the recipes train. One function a size; keyword arguments override any field."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from nemo_hsmoe.model.config import HybridSparseMoEConfig
 from nemo_hsmoe.runtime.errors import require

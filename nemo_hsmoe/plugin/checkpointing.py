@@ -5,9 +5,10 @@ import os
 import pickle
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Optional
+from typing import Any, Optional
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningModelCheckpoint
@@ -140,7 +141,9 @@ class RunResume(nl.AutoResume):
         found = [path for folder in folders for path in _checkpoints_in(folder)]
         newest = newest_complete_checkpoint(found)
         if newest is None and not self.resume_ignore_no_checkpoint:
-            raise ConfigurationError("resume", [str(folder) for folder in folders], "needs a checkpoint there to resume")
+            raise ConfigurationError(
+                "resume", [str(folder) for folder in folders], "needs a checkpoint there to resume"
+            )
         return newest
 
 

@@ -1,8 +1,9 @@
 """Data module: a local corpus, packed and sampled for Megatron."""
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Optional, Sequence
+from typing import Any, Optional
 
 import lightning.pytorch as pl
 import torch

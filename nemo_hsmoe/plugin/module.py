@@ -1,7 +1,8 @@
 """`HybridSparseMoEModel` as a NeMo model."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator, Optional
+from typing import Optional
 
 import torch
 from megatron.core import parallel_state

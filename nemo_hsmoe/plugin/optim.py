@@ -1,6 +1,7 @@
 """Megatron's optimizers behind NeMo's optimizer module."""
 
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core import parallel_state

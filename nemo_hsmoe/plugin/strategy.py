@@ -1,6 +1,7 @@
 """NeMo's Megatron strategy with this plugin's checkpoint fixes."""
 
-from typing import Any, Mapping, Optional
+from collections.abc import Mapping
+from typing import Any, Optional
 
 import torch
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO

@@ -1,6 +1,6 @@
 """The Llama 3 encoding as a NeMo tokenizer."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from nemo.collections.common.tokenizers.tokenizer_spec import TokenizerSpec
 from nemo.lightning import io

@@ -48,7 +48,10 @@ def test_linear_cross_entropy_in_bfloat16():
 
 @pytest.mark.parametrize(
     ("dtype", "bound"),
-    [pytest.param(torch.float32, 3e-3, id="float32-TE-multiplies-in-tf32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")],
+    [
+        pytest.param(torch.float32, 3e-3, id="float32-TE-multiplies-in-tf32"),
+        pytest.param(torch.bfloat16, 2e-2, id="bfloat16"),
+    ],
 )
 def test_transformer_engine_and_torch_layers_agree(dtype, bound):
     pytest.importorskip("transformer_engine.pytorch")

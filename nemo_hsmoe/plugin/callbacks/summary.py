@@ -28,10 +28,14 @@ class RunSummary(pl.Callback):
     def __init__(self, prompt: str = "import os\n\ndef ", sample_tokens: int = 48):
         self.prompt = prompt
         self.sample_tokens = sample_tokens
+        self._sampled: Optional[str] = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sample, on every rank, while the model is still on its device."""
+        self._sampled = self._sample(trainer, pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sample on every rank, then report on the first."""
-        sample = self._sample(trainer, pl_module)
+        """Report on the first rank, after the last checkpoint."""
         if not trainer.is_global_zero:
             return
         folder = run_folder(trainer)
@@ -44,7 +48,7 @@ class RunSummary(pl.Callback):
             "loss": metrics[-1]["loss"],
             "val_loss": validated[-1] if validated else None,
             "unigram_cross_entropy": _held_out_unigram(trainer.datamodule),
-            "sample": sample,
+            "sample": self._sampled,
             "run_folder": str(folder),
         }
         (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=1, ensure_ascii=False))
