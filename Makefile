@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo test check install clean-venv
 
-$(BIN)/.installed: pyproject.toml requirements/cpu.txt requirements/cuda.txt requirements/dev.txt launchers/setup.sh
+$(BIN)/.installed: pyproject.toml requirements/base.txt requirements/cpu.txt requirements/cuda.txt requirements/dev.txt launchers/setup.sh
 	bash launchers/setup.sh $(VENV)
 	touch $@
 
