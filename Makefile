@@ -19,7 +19,7 @@ check: install
 	ruff check .
 	ruff format --check .
 	python tests/check_comments.py
-	lint-imports --config pyproject.toml
+	lint-imports
 	mypy
 
 test: check

@@ -22,7 +22,16 @@ _PUBLIC = {
     "ConfigurationError": "nemo_hsmoe.runtime.errors",
 }
 
-__all__ = list(_PUBLIC)
+__all__ = [
+    "ConfigurationError",
+    "HybridSparseMoEConfig",
+    "HybridSparseMoEModel",
+    "RoutingInfo",
+    "load_checkpoint",
+    "log_routing_histogram",
+    "parameter_report",
+    "save_checkpoint",
+]
 
 if TYPE_CHECKING:
     from nemo_hsmoe.health.routing import log_routing_histogram

@@ -42,9 +42,7 @@ def hsmoe_1b(
     expert_parallelism = components.checked_parallelism(num_nodes, num_gpus_per_node, expert_parallelism)
     return run.Partial(
         llm.pretrain,
-        model=components.model(
-            "hsmoe_1b", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts
-        ),
+        model=components.model("hsmoe_1b", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts),
         data=components.data(seq_length, micro_batch_size, global_batch_size, corpus, seed),
         trainer=components.trainer(
             max_steps=max_steps,

@@ -45,9 +45,7 @@ def hsmoe_tiny(
     micro_batch_size = micro_batch_size or max(1, global_batch_size // (num_nodes * num_gpus_per_node))
     return run.Partial(
         llm.pretrain,
-        model=components.model(
-            "hsmoe_tiny", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts
-        ),
+        model=components.model("hsmoe_tiny", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts),
         data=components.data(seq_length, micro_batch_size, global_batch_size, corpus, seed),
         trainer=components.trainer(
             max_steps=max_steps,

@@ -144,11 +144,12 @@ def load_corpus(folder: str | os.PathLike) -> Corpus:
         raise ConfigurationError("corpus", str(folder), f"needs a folder written by build_corpus: {error}") from None
     version = manifest.pop("version", None)
     require(version == _FORMAT_VERSION, "corpus", str(folder), f"needs format version {_FORMAT_VERSION}, has {version}")
-    splits = {}
-    for half in ("train", "held_out"):
-        entry = manifest.pop(half)
-        splits[half] = CorpusSplit(str(folder / Path(entry["prefix"]).name), entry["documents"], entry["tokens"])
-    return Corpus(**splits, **manifest)
+
+    def split(half: str) -> CorpusSplit:
+        entry = manifest[half]
+        return CorpusSplit(str(folder / Path(entry["prefix"]).name), entry["documents"], entry["tokens"])
+
+    return Corpus(split("train"), split("held_out"), manifest["skipped"], manifest["fingerprint"])
 
 
 def _read_all(files: Iterable[Path]) -> tuple[dict[str, str], dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from llama_models.llama3.tokenizer import Tokenizer as Llama3Encoding
 
@@ -19,7 +20,7 @@ class Llama3BPE:
     bos = bos_id = BEGIN_OF_TEXT
     eod = eos = eos_id = END_OF_TEXT
     pad = pad_id = PADDING
-    unique_identifiers = {"class": "Llama3BPE", "vocab_size": VOCABULARY_SIZE}
+    unique_identifiers: ClassVar[dict] = {"class": "Llama3BPE", "vocab_size": VOCABULARY_SIZE}
 
     def __init__(self) -> None:
         self._encoding = Llama3Encoding.get_instance()

@@ -9,9 +9,7 @@ from typing import Any, Optional
 import numpy as np
 
 
-def plot_run(
-    metrics: Sequence[dict[str, Any]], path: Path, unigram: Optional[float], load_LE: Optional[np.ndarray]
-) -> None:
+def plot_run(metrics: Sequence[dict[str, Any]], path: Path, unigram: Optional[float], load_LE: Optional[np.ndarray]) -> None:
     """Draw loss, learning rate and expert load of a run into a PNG file.
 
     Args:

@@ -27,9 +27,7 @@ def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor,
     return _LinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, token_weight_T)
 
 
-def linear_cross_entropy_reference(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, token_weight_T: Tensor
-) -> Tensor:
+def linear_cross_entropy_reference(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, token_weight_T: Tensor) -> Tensor:
     """`linear_cross_entropy` with the logits in full."""
     logits_TV = hidden_TD @ weight_VD.to(hidden_TD.dtype).T
     labels_T = labels_T.where(token_weight_T != 0, 0)
@@ -44,8 +42,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         product_weight_VD = weight_VD.to(hidden_TD.dtype)
         rows = max(1, _LOGIT_ELEMENTS_PER_CHUNK[hidden_TD.device.type] // weight_VD.shape[0])
         loss = torch.zeros((), dtype=torch.float32, device=hidden_TD.device)
-        hidden_grad_TD = torch.empty_like(hidden_TD) if needs_grad else None
-        weight_grad_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_grad else None
+        hidden_grad_TD = torch.empty_like(hidden_TD if needs_grad else hidden_TD[:0])
+        weight_grad_VD = torch.zeros_like(weight_VD if needs_grad else weight_VD[:0], dtype=torch.float32)
         for start in range(0, hidden_TD.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden_CD, labels_C, token_weight_C1 = hidden_TD[chunk], labels_T[chunk], token_weight_T[chunk, None]

@@ -44,9 +44,7 @@ def save_checkpoint(
     core = _core(model)
     sharded = _sharded_parameters(core)
     content = {
-        "model": {
-            name: _whole(tensor, name in sharded) for name, tensor in core.state_dict().items() if _is_data(tensor)
-        },
+        "model": {name: _whole(tensor, name in sharded) for name, tensor in core.state_dict().items() if _is_data(tensor)},
         "optimizer": None if optimizer is None else _optimizer_state(core, optimizer, sharded),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "step": step,
@@ -144,9 +142,7 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield part if isinstance(part, torch.optim.Optimizer) else part.optimizer
 
 
-def _named_parameters_of(
-    core: HybridSparseMoEModel, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Tensor, dict]]:
+def _named_parameters_of(core: HybridSparseMoEModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, dict]]:
     names = {}
     for name, parameter in core.named_parameters():
         names[id(parameter)] = name

@@ -53,9 +53,9 @@ class HybridSparseMoEConfig(TransformerConfig):
     vocab_size: int = 128_256
     seq_length: int = 4096
 
-    num_moe_experts: Optional[int] = 64
+    num_moe_experts: int = 64
     moe_router_topk: int = 4
-    moe_ffn_hidden_size: Optional[int] = 896
+    moe_ffn_hidden_size: int = 896
     num_shared_experts: int = 8
     shared_expert_ffn_hidden_size: int = 448
     shared_expert_placement: SharedExpertPlacement = "replicated"
@@ -136,9 +136,7 @@ class HybridSparseMoEConfig(TransformerConfig):
 
     def _check_parallelism(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-            require(
-                getattr(self, name) == 1, name, getattr(self, name), "needs 1: this model shards over experts and data"
-            )
+            require(getattr(self, name) == 1, name, getattr(self, name), "needs 1: this model shards over experts and data")
         experts = self.expert_model_parallel_size
         require(
             self.num_moe_experts % experts == 0,

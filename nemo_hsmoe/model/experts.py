@@ -141,9 +141,9 @@ class SharedExperts(ExpertWeights):
         if not self.is_expert_parallel or self.ep_group.size() == 1:
             return self._sum_of_experts(rows_TD).view_as(hidden_SBD)
         gathered_GD = gather_from_sequence_parallel_region(rows_TD, group=self.ep_group)
-        return reduce_scatter_to_sequence_parallel_region(
-            self._sum_of_experts(gathered_GD), group=self.ep_group
-        ).view_as(hidden_SBD)
+        return reduce_scatter_to_sequence_parallel_region(self._sum_of_experts(gathered_GD), group=self.ep_group).view_as(
+            hidden_SBD
+        )
 
     def _sum_of_experts(self, rows_TD: Tensor) -> Tensor:
         inner_TI = F.gelu(F.linear(rows_TD, self.fc1_weight.flatten(0, 1), self.fc1_bias.flatten()))

@@ -94,7 +94,7 @@ class RunLogger(nl.NeMoLogger):
         app_state.files_to_copy = self.files_to_copy
 
 
-def require_writable_folder(name: str, folder: str | os.PathLike) -> None:
+def require_writable_folder(name: str, folder: str) -> None:
     """Create `folder` if needed and write a byte into it.
 
     Raises:
@@ -102,7 +102,7 @@ def require_writable_folder(name: str, folder: str | os.PathLike) -> None:
     """
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder) as file:
+        with tempfile.NamedTemporaryFile(dir=os.fspath(folder)) as file:
             file.write(b"\0" * 4096)
             file.flush()
             os.fsync(file.fileno())
@@ -141,9 +141,7 @@ class RunResume(nl.AutoResume):
         found = [path for folder in folders for path in _checkpoints_in(folder)]
         newest = newest_complete_checkpoint(found)
         if newest is None and not self.resume_ignore_no_checkpoint:
-            raise ConfigurationError(
-                "resume", [str(folder) for folder in folders], "needs a checkpoint there to resume"
-            )
+            raise ConfigurationError("resume", [str(folder) for folder in folders], "needs a checkpoint there to resume")
         return newest
 
 

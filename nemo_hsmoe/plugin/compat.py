@@ -6,6 +6,7 @@ docs/architecture.md lists what each one changes.
 import importlib
 import logging
 import sys
+from typing import Any
 
 _FAILED = ("FAILED", "CANCELLED", "UNKNOWN")
 _installed = False
@@ -51,18 +52,21 @@ def start_checkpoint_queue() -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import _get_write_results_queue
 
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    hidden: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
     main.__spec__ = None
+    sys.warnoptions.append("ignore::FutureWarning")
     try:
         _get_write_results_queue()
     finally:
+        sys.warnoptions.pop()
         main.__dict__.update(hidden)
 
 
 def _raise_when_a_waited_for_job_failed() -> None:
-    run_api = importlib.import_module("nemo_run.run.api")
+    run_api: Any = importlib.import_module("nemo_run.run.api")
+    experiment: Any = run_api.Experiment
 
-    class ExperimentTellingTheTruth(run_api.Experiment):
+    class ExperimentTellingTheTruth(experiment):
         def __exit__(self, *exception):
             result = super().__exit__(*exception)
             if exception[0] is None and getattr(self, "_launched", False) and getattr(self, "_waited", True):

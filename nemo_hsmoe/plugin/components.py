@@ -161,9 +161,7 @@ def optimizer(
     )
 
 
-def data(
-    seq_length: int, micro_batch_size: int, global_batch_size: int, corpus: Optional[str], seed: int
-) -> run.Config:
+def data(seq_length: int, micro_batch_size: int, global_batch_size: int, corpus: Optional[str], seed: int) -> run.Config:
     """Packed local text; `corpus` names a file or folder, None the Python standard library."""
     return run.Config(
         CorpusDataModule,

@@ -14,7 +14,7 @@ from nemo.lightning import io
 from nemo.lightning.data import WrappedDataLoader
 from nemo.lightning.pytorch.plugins import MegatronDataSampler
 
-from nemo_hsmoe.data.corpus import Corpus, build_corpus
+from nemo_hsmoe.data.corpus import Corpus, CorpusSplit, build_corpus
 from nemo_hsmoe.data.epoch_shuffle import EpochShuffledDataset
 from nemo_hsmoe.data.packed_dataset import PackedTokenDataset
 from nemo_hsmoe.plugin.tokenizer import Llama3Tokenizer
@@ -92,8 +92,8 @@ class CorpusDataModule(pl.LightningDataModule, io.IOMixin):
             f"needs a multiple of micro_batch_size × processes = {self.micro_batch_size} × {data_parallel}",
         )
         require(trainer.max_steps > 0, "max_steps", trainer.max_steps, "needs a positive number of iterations")
-        train = self._one_epoch(self.built_corpus.train.prefix)
-        held_out = self._one_epoch(self.built_corpus.held_out.prefix)
+        train = self._one_epoch(self.built_corpus.train)
+        held_out = self._one_epoch(self.built_corpus.held_out)
         self._train_dataset = EpochShuffledDataset(train, trainer.max_steps * self.global_batch_size, self.seed)
         self._validation_dataset = _FixedSubset(held_out, self.validation_sequences)
 
@@ -148,20 +148,19 @@ class CorpusDataModule(pl.LightningDataModule, io.IOMixin):
     def _build_corpus(self, progress: bool) -> Corpus:
         return build_corpus(self.cache_dir, self.corpus, self.held_out_fraction, progress)
 
-    def _one_epoch(self, prefix: str) -> PackedTokenDataset:
-        split = self.built_corpus.train if prefix == self.built_corpus.train.prefix else self.built_corpus.held_out
+    def _one_epoch(self, split: CorpusSplit) -> PackedTokenDataset:
         require(
             split.tokens > self.seq_length,
             "corpus",
             self.corpus or "the Python standard library",
             f"needs more than seq_length = {self.seq_length} tokens in each half; "
-            f"{Path(prefix).name} has {split.tokens}",
+            f"{Path(split.prefix).name} has {split.tokens}",
         )
         config = GPTDatasetConfig(
             random_seed=self.seed,
             sequence_length=self.seq_length,
-            blend_per_split=[([prefix], None), None, None],
-            path_to_cache=os.path.join(os.path.dirname(prefix), "index"),
+            blend_per_split=[([split.prefix], None), None, None],
+            path_to_cache=os.path.join(os.path.dirname(split.prefix), "index"),
             tokenizer=self.tokenizer,
             reset_position_ids=False,
             reset_attention_mask=False,

@@ -24,9 +24,7 @@ class NeMoMegatronOptimizer(McoreDistributedOptimizer):
         self, model_sharded_state_dict, optimizer_state_dict=None, is_loading=False, metadata=None, **unused
     ):
         """Megatron's sharded state; see `MegatronOptimizer.sharded_state_dict`."""
-        return self.mcore_optimizer.sharded_state_dict(
-            model_sharded_state_dict, is_loading=is_loading, metadata=metadata
-        )
+        return self.mcore_optimizer.sharded_state_dict(model_sharded_state_dict, is_loading=is_loading, metadata=metadata)
 
 
 class HybridSparseMoEOptimizerModule(MegatronOptimizerModule):

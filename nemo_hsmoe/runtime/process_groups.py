@@ -32,9 +32,7 @@ def ensure_model_parallel(expert_parallel_size: int = 1, seed: int = 1234) -> No
         else:
             handle, path = tempfile.mkstemp(prefix="hsmoe-store-")
             os.close(handle)
-            torch.distributed.init_process_group(
-                backend, store=torch.distributed.FileStore(path, 1), rank=0, world_size=1
-            )
+            torch.distributed.init_process_group(backend, store=torch.distributed.FileStore(path, 1), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=expert_parallel_size, create_gloo_process_groups=False

@@ -93,7 +93,7 @@ def test_missing_path_and_unwritable_cache(texts, tmp_path):
         text_files([tmp_path / "nowhere"])
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(ConfigurationError, match="cache_dir=.*needs a folder that can be written"):
+    with pytest.raises(ConfigurationError, match=r"cache_dir=.*needs a folder that can be written"):
         build_corpus(blocked / "below", [texts], progress=False)
     with pytest.raises(ConfigurationError, match="needs a folder written by build_corpus"):
         load_corpus(texts)

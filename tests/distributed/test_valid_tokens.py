@@ -33,9 +33,7 @@ def gradients_of_uneven_batch(microbatches_per_rank):
     tokens = torch.zeros((), dtype=torch.int)
     for part_ids, part_mask in zip(ids[mine].chunk(microbatches_per_rank), mask[mine].chunk(microbatches_per_rank)):
         padding = part_mask == 0
-        model(
-            part_ids[:, :-1], labels=part_ids[:, 1:].contiguous(), loss_mask=part_mask, padding_mask=padding
-        ).backward()
+        model(part_ids[:, :-1], labels=part_ids[:, 1:].contiguous(), loss_mask=part_mask, padding_mask=padding).backward()
         tokens += part_mask.sum().int()
     finalize_model_grads([model], tokens)
     gathered = {}

@@ -63,7 +63,7 @@ def test_layer_is_the_sum_of_its_branches():
     layer = model.decoder.layers[0].mlp
     hidden = torch.randn(6, 2, 32)
     flat = hidden.reshape(-1, 32)
-    gates, chosen = layer.router(hidden)
+    gates, _ = layer.router(hidden)
     routed = torch.zeros_like(flat)
     experts = layer.experts
     for expert in range(64):
@@ -103,9 +103,7 @@ def test_initial_values_follow_the_specification():
     assert all(not parameter.any() for name, parameter in parameters.items() if name.endswith("bias"))
     assert all((parameter == 1).all() for name, parameter in parameters.items() if "norm" in name)
     draws = {
-        float(weight.sum())
-        for layer in (0, 1)
-        for weight in parameters[f"decoder.layers.{layer}.mlp.experts.fc1_weight"]
+        float(weight.sum()) for layer in (0, 1) for weight in parameters[f"decoder.layers.{layer}.mlp.experts.fc1_weight"]
     }
     assert len(draws) == 128
 

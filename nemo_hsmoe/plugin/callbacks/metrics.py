@@ -121,7 +121,8 @@ class RunMetrics(pl.Callback, CallbackMethods):
         path = folder / METRICS_FILE
         if not path.exists():
             return
-        kept, superseded = [], []
+        kept: list[str] = []
+        superseded: list[str] = []
         for line in path.read_text().splitlines(keepends=True):
             (kept if _step_of(line) <= step else superseded).append(line)
         if superseded:
