@@ -31,10 +31,15 @@ def grouped_linear_reference(x_TK: Tensor, weight_ENK: Tensor, tokens_per_expert
     return torch.cat([rows @ weight.T for rows, weight in zip(groups, weight_ENK.unbind(0))])
 
 
-def expert_of_row(tokens_per_expert_E: Tensor, num_rows: int) -> Tensor:
-    """Expert index of each sorted row, `[num_rows]` int64, without waiting for the device."""
-    experts_E = torch.arange(tokens_per_expert_E.numel(), device=tokens_per_expert_E.device)
-    return experts_E.repeat_interleave(tokens_per_expert_E, output_size=num_rows)
+def expert_one_hot(tokens_per_expert_E: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
+    """Membership of sorted rows in experts, `[num_rows, E]`, made without waiting for the device.
+
+    `one_hot @ bias_EN` hands each row its expert's bias exactly; the gradient of that product is one matrix product, where
+    indexing `bias[expert]` would scatter row by row (46 % of an H200 training step, docs/LOG.md).
+    """
+    ends_E = tokens_per_expert_E.cumsum(0)
+    rows_T1 = torch.arange(num_rows, device=ends_E.device)[:, None]
+    return ((rows_T1 < ends_E) & (rows_T1 >= ends_E - tokens_per_expert_E)).to(dtype)
 
 
 def _grouped_mm_applies(x_TK: Tensor, weight_ENK: Tensor) -> bool:

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
-from nemo_hsmoe.kernels.grouped_gemm import expert_of_row, grouped_linear
+from nemo_hsmoe.kernels.grouped_gemm import expert_one_hot, grouped_linear
 from nemo_hsmoe.model.config import HybridSparseMoEConfig, parameter_device
 
 
@@ -105,9 +105,11 @@ class RoutedExperts(ExpertWeights):
             `gate · (fc2 · GELU(fc1 · x + b1) + b2)` as `[T, D]`, and None for Megatron's bias slot.
         """
         tokens_per_expert_E = tokens_per_expert_E.to(rows_TD.device)
-        expert_T = expert_of_row(tokens_per_expert_E, rows_TD.shape[0])
-        inner_TF = grouped_linear(rows_TD, self.fc1_weight, tokens_per_expert_E) + self.fc1_bias[expert_T]
-        output_TD = grouped_linear(F.gelu(inner_TF), self.fc2_weight, tokens_per_expert_E) + self.fc2_bias[expert_T]
+        member_TE = expert_one_hot(tokens_per_expert_E, rows_TD.shape[0], rows_TD.dtype)
+        inner_TF = grouped_linear(rows_TD, self.fc1_weight, tokens_per_expert_E)
+        inner_TF = F.gelu(torch.addmm(inner_TF, member_TE, self.fc1_bias))
+        output_TD = grouped_linear(inner_TF, self.fc2_weight, tokens_per_expert_E)
+        output_TD = torch.addmm(output_TD, member_TE, self.fc2_bias)
         return output_TD * gates_T.unsqueeze(-1).to(output_TD.dtype), None
 
 
