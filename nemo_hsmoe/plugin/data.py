@@ -1,7 +1,7 @@
 """Data module: a local corpus, packed and sampled for Megatron."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -45,7 +45,7 @@ class CorpusDataModule(pl.LightningDataModule, io.IOMixin):
         seq_length: int = 4096,
         micro_batch_size: int = 1,
         global_batch_size: int = 2048,
-        corpus: Optional[Sequence[str]] = None,
+        corpus: Optional[list[str]] = None,
         cache_dir: str = "~/.cache/nemo_hsmoe",
         held_out_fraction: float = 0.05,
         seed: int = 1234,

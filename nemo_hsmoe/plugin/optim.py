@@ -1,7 +1,7 @@
 """Megatron's optimizers behind NeMo's optimizer module."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from megatron.core import parallel_state
@@ -67,7 +67,7 @@ class RunLengthCosineScheduler(CosineAnnealingScheduler):
     With `total_steps` set, the plan stays.
     """
 
-    def __init__(self, total_steps: int | None = None, **arguments: Any):
+    def __init__(self, total_steps: Optional[int] = None, **arguments: Any):
         super().__init__(**arguments)
         self.total_steps = total_steps
 
