@@ -23,7 +23,7 @@ check: install
 	mypy
 
 test: check
-	python -m pytest
+	python -m pytest -n 2 --dist loadfile
 
 clean-venv:
 	rm -rf $(VENV)
