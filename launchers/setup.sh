@@ -16,14 +16,17 @@ fi
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 [ -n "$UV_FIND_LINKS" ] || unset UV_FIND_LINKS
 if ! command -v uv >/dev/null; then
-  say "uv is not here: fetching it with pip"
-  python3 -m venv "$venv.uv"
-  "$venv.uv/bin/python" -m pip install --quiet uv
-  uv() { "$root/${venv}.uv/bin/uv" "$@"; }
+  tools="$venv.uv"
+  if [ ! -x "$tools/bin/uv" ]; then
+    say "uv is not here: fetching it with pip"
+    python3 -m venv "$tools"
+    "$tools/bin/python" -m pip install --quiet uv
+  fi
+  PATH="$(cd "$tools/bin" && pwd):$PATH"
 fi
 
 say "environment $venv, requirements/$flavour.txt"
 [ -x "$venv/bin/python" ] || uv venv --quiet --python '>=3.10,<3.12' "$venv"
 uv pip install --quiet --python "$venv/bin/python" -r "$root/requirements/$flavour.txt" -r "$root/requirements/dev.txt"
 uv pip install --quiet --python "$venv/bin/python" --no-deps --editable "$root"
-say "installed: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"
+say "installed: $("$venv/bin/python" -W ignore -c 'import torch; print("torch", torch.__version__)')"

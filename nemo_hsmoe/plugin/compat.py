@@ -3,6 +3,7 @@
 docs/architecture.md lists what each one changes.
 """
 
+import functools
 import importlib
 import logging
 import sys
@@ -63,23 +64,26 @@ def start_checkpoint_queue() -> None:
 
 
 def _raise_when_a_waited_for_job_failed() -> None:
-    run_api: Any = importlib.import_module("nemo_run.run.api")
-    experiment: Any = run_api.Experiment
+    experiment: Any = importlib.import_module("nemo_run.run.experiment").Experiment
+    wait = experiment._wait_for_jobs
 
-    class ExperimentTellingTheTruth(experiment):
-        def __exit__(self, *exception):
-            result = super().__exit__(*exception)
-            if exception[0] is None and getattr(self, "_launched", False) and getattr(self, "_waited", True):
-                raise_if_failed(self)
-            return result
+    @functools.wraps(wait)
+    def wait_and_tell(self, jobs):
+        wait(self, jobs)
+        statuses = {job.id: str(job.status(runner=self._runner)) for job in jobs}
+        raise_if_failed(statuses, self._id)
 
-    run_api.Experiment = ExperimentTellingTheTruth
+    experiment._wait_for_jobs = wait_and_tell
 
 
-def raise_if_failed(experiment) -> None:
-    """Raise `JobFailedError` naming every job of a finished experiment that did not succeed."""
-    statuses = {name: str(job["status"]) for name, job in (experiment.status(return_dict=True) or {}).items()}
+def raise_if_failed(statuses: dict[str, str], experiment_id: str) -> None:
+    """Raise `JobFailedError` naming every job that did not succeed.
+
+    Args:
+        statuses: final state of each job, as NeMo-Run names it.
+        experiment_id: where its logs are found.
+    """
     failed = {name: status for name, status in statuses.items() if any(word in status.upper() for word in _FAILED)}
     if failed:
-        listing = ", ".join(f"{name}: {status}" for name, status in failed.items())
-        raise JobFailedError(f"job failed ({listing}); its log: nemo experiment logs {experiment._id} 0")
+        listing = ", ".join(f"{name} {status}" for name, status in failed.items())
+        raise JobFailedError(f"job failed ({listing}); its log: nemo experiment logs {experiment_id} 0")

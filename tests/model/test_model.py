@@ -238,3 +238,10 @@ def test_report_of_a_built_model_equals_that_of_its_configuration():
     model = small_model()
     assert parameter_report(model) == parameter_report(model.config)
     assert parameter_report(model).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_branches_can_be_left_out():
+    model = small_model(num_shared_experts=0, dense_ffn_hidden_size=0)
+    assert not any("shared" in name or "dense" in name for name, _ in model.named_parameters())
+    assert parameter_report(model) == parameter_report(model.config)
+    model(random_ids(), labels=random_ids()).backward()

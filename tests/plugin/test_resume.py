@@ -117,3 +117,10 @@ def test_a_run_that_leaves_an_unfinished_checkpoint_resumes_and_deletes_nothing(
     assert (checkpoints / "step=5-last").is_dir()
     assert (checkpoints / "step=5-last-unfinished").exists()
     assert (run_copy / "metrics.superseded.jsonl").read_text().count("\n") == 1
+
+
+def test_a_finished_run_started_again_changes_nothing(run_copy, cache_dir):
+    arguments = {"dir": str(run_copy.parent), "name": "run", "max_steps": 5}
+    before = {path: path.read_bytes() for path in run_copy.rglob("*.json*")}
+    run_in_processes(train, 1, "hsmoe_tiny", arguments, {**SHORT, "data.cache_dir": cache_dir})
+    assert {path: path.read_bytes() for path in run_copy.rglob("*.json*")} == before

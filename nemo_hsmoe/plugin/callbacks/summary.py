@@ -29,6 +29,11 @@ class RunSummary(pl.Callback):
         self.prompt = prompt
         self.sample_tokens = sample_tokens
         self._sampled: Optional[str] = None
+        self._trained = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note that there was something left to train."""
+        self._trained = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sample, on every rank, while the model is still on its device."""
@@ -39,7 +44,8 @@ class RunSummary(pl.Callback):
         if not trainer.is_global_zero:
             return
         folder = run_folder(trainer)
-        if not (folder / METRICS_FILE).exists():
+        if not self._trained:
+            print(f"\nNothing to train: {folder} is at step {trainer.global_step} and max_steps is {trainer.max_steps}.")
             return
         metrics = read_metrics(folder)
         validated = [line["val_loss"] for line in metrics if "val_loss" in line]
