@@ -23,7 +23,7 @@ check: install
 	mypy
 
 test: check
-	python -m pytest -n 2 --dist loadfile
+	python -m pytest
 
 clean-venv:
 	rm -rf $(VENV)

@@ -57,7 +57,7 @@ def test_dry_run_of_the_5b_recipe():
 
 def nemo_command_in_this_process(arguments: list[str], folder: str) -> tuple[int, str]:
     """What the `nemo` script does; returns its exit code and what it wrote to standard error."""
-    from nemo_run.__main__ import app
+    from nemo_run.cli.api import create_cli
 
     os.chdir(folder)
     sys.argv = ["nemo", *arguments]
@@ -65,7 +65,7 @@ def nemo_command_in_this_process(arguments: list[str], folder: str) -> tuple[int
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 2)
     try:
-        app()
+        create_cli()()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     else:
