@@ -23,6 +23,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 _MANIFEST = "manifest.json"
 _FORMAT_VERSION = 1
 _HASH_RANGE = 1 << 32
+_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,10 @@ def load_corpus(folder: str | os.PathLike) -> Corpus:
 
     def split(half: str) -> CorpusSplit:
         entry = manifest[half]
+        binary = folder / f"{Path(entry['prefix']).name}.bin"
+        size, expected = binary.stat().st_size if binary.exists() else 0, entry["tokens"] * _BYTES_PER_TOKEN
+        reason = f"needs {expected} bytes, has {size}: remove the folder to tokenise again"
+        require(size == expected, "corpus", str(binary), reason)
         return CorpusSplit(str(folder / Path(entry["prefix"]).name), entry["documents"], entry["tokens"])
 
     return Corpus(split("train"), split("held_out"), manifest["skipped"], manifest["fingerprint"])
@@ -159,7 +164,7 @@ def _read_all(files: Iterable[Path]) -> tuple[dict[str, str], dict[str, str]]:
     for path in files:
         name = path.resolve().relative_to(root).as_posix()
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError:
             skipped[name] = "not UTF-8"
         except OSError as error:
@@ -199,7 +204,9 @@ def _documents(name: str, text: str) -> Iterator[str]:
     if not name.endswith(".jsonl"):
         yield text
         return
-    for number, line in enumerate(filter(str.strip, text.splitlines()), 1):
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             document = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):

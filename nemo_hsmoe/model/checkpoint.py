@@ -51,6 +51,7 @@ def save_checkpoint(
     }
     path = Path(directory) / f"checkpoint_{step}.pt"
     if torch.distributed.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         torch.save(content, unfinished)
         unfinished.replace(path)
@@ -64,36 +65,39 @@ def load_checkpoint(
     optimizer: Optional[Any] = None,
     scheduler: Optional[Any] = None,
 ) -> int:
-    """Load what `save_checkpoint` wrote, at any expert parallelism; returns the step.
+    """Load what `save_checkpoint` wrote, at any expert parallelism; returns the step. A refused file changes nothing.
 
     Raises:
         ConfigurationError: when the file is missing, incomplete or of another architecture.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigurationError("path", str(path), f"needs a complete checkpoint file: {reason}") from None
+    complete = isinstance(content, dict) and {"model", "optimizer", "scheduler", "step"} <= content.keys()
+    require(complete, "path", str(path), "needs a file written by save_checkpoint")
     core = _core(model)
     sharded = _sharded_parameters(core)
     own = {name: tensor for name, tensor in core.state_dict(keep_vars=True).items() if _is_data(tensor)}
     saved = content["model"]
     different = sorted(own.keys() ^ saved.keys())
     require(not different, "path", str(path), f"needs a checkpoint of this architecture: {different[:1]} differs")
+    ranks = parallel_state.get_expert_model_parallel_world_size()
     for name, tensor in own.items():
-        part = _part(saved[name], tensor, name in sharded)
-        require(
-            part.shape == tensor.shape,
-            "path",
-            str(path),
-            f"needs a checkpoint of this architecture: {name} is {tuple(saved[name].shape)} there",
-        )
-        tensor.data.copy_(part)
+        whole = (tensor.shape[0] * (ranks if name in sharded else 1), *tensor.shape[1:]) if tensor.dim() else ()
+        there = tuple(saved[name].shape)
+        reason = f"needs a checkpoint of this architecture: {name} is {there} there, {whole} here"
+        require(there == whole, "path", str(path), reason)
     if optimizer is not None:
         require(content["optimizer"] is not None, "optimizer", "given", f"needs optimizer states, {path} has none")
-        _load_optimizer_state(core, optimizer, content["optimizer"], sharded)
     if scheduler is not None:
         require(content["scheduler"] is not None, "scheduler", "given", f"needs a scheduler state, {path} has none")
+    for name, tensor in own.items():
+        tensor.data.copy_(_part(saved[name], tensor, name in sharded))
+    if optimizer is not None:
+        _load_optimizer_state(core, optimizer, content["optimizer"], sharded)
+    if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
     return content["step"]
 

@@ -127,6 +127,9 @@ class HybridSparseMoEConfig(TransformerConfig):
             self.shared_expert_placement,
             "needs 'replicated' or 'sharded'",
         )
+        for name in ("hidden_dropout", "attention_dropout"):
+            value = getattr(self, name)
+            require(isinstance(value, (int, float)) and 0 <= value < 1, name, value, "needs a probability from 0 to below 1")
         require(
             self.balance_bias_update_rate >= 0,
             "balance_bias_update_rate",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -20,6 +21,8 @@ from nemo_hsmoe.model.precision import cast_floating_point, keep_in_float32
 from nemo_hsmoe.model.router import routers_of
 from nemo_hsmoe.runtime.errors import require
 from nemo_hsmoe.runtime.process_groups import ensure_model_parallel
+
+IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,13 @@ class HybridSparseMoEModel(GPTModel):
         else:
             require(not given, "config", config, f"excludes {', '.join(given)}: set them in the configuration")
         ensure_model_parallel(config.expert_model_parallel_size)
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        require(
+            pg_collection is not None or config.expert_model_parallel_size == ranks,
+            "expert_model_parallel_size",
+            config.expert_model_parallel_size,
+            f"needs {ranks}, the size of the expert-parallel groups of this process",
+        )
         super().__init__(
             config=config,
             transformer_layer_spec=decoder_block_spec(config),
@@ -132,7 +142,8 @@ class HybridSparseMoEModel(GPTModel):
             position_ids: unused beyond Megatron's interface: positions are rotary and follow the sequence.
             attention_mask: bool `[B, 1, S, S]`, True where attention is forbidden besides the causal mask.
             labels: next token of each position; asks for the loss.
-            loss_mask: `[B, S]`, weight of each position's loss; None counts every position once.
+            loss_mask: `[B, S]`, weight of each position's loss; None counts every position once. Positions labelled −100 and
+                padding weigh nothing either way.
             padding_mask: bool `[B, S]`, True at padding, which is neither routed, counted nor trained on.
             megatron_arguments: further arguments of `megatron.core.models.gpt.GPTModel.forward`.
 
@@ -144,11 +155,14 @@ class HybridSparseMoEModel(GPTModel):
             ConfigurationError: when the sequence is longer than `config.seq_length`.
         """
         if input_ids is not None:
+            self._check_ids(input_ids, labels)
             length = input_ids.shape[1]
             require(length <= self.config.seq_length, "input_ids", tuple(input_ids.shape),
                     f"needs at most seq_length = {self.config.seq_length} positions")  # fmt: skip
             if position_ids is None:
                 position_ids = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        if labels is not None:
+            loss_mask = _weights_of_positions(labels, loss_mask, padding_mask)
         forward = super().forward
         arguments = (input_ids, position_ids, attention_mask, decoder_input, labels)
         keywords = dict(loss_mask=loss_mask, padding_mask=padding_mask, **megatron_arguments)
@@ -167,14 +181,24 @@ class HybridSparseMoEModel(GPTModel):
     def _postprocess(self, hidden_states, input_ids, position_ids, labels, *args, loss_mask=None, **kwargs):
         if labels is None:
             return self._logits(hidden_states, **kwargs)
-        if loss_mask is None:
-            loss_mask = torch.ones_like(labels, dtype=torch.float32)
         return linear_cross_entropy(
             hidden_states.transpose(0, 1).reshape(-1, hidden_states.shape[-1]),
             self.shared_embedding_or_output_weight(),
             labels.reshape(-1),
-            loss_mask.reshape(-1).float(),
+            loss_mask.reshape(-1),
         )
+
+    def _check_ids(self, input_ids: Tensor, labels: Optional[Tensor]) -> None:
+        shape = tuple(input_ids.shape)
+        require(
+            input_ids.dim() == 2 and input_ids.numel() > 0, "input_ids", shape, "needs shape [batch, sequence], not empty"
+        )
+        if labels is not None:
+            require(labels.shape == input_ids.shape, "labels", tuple(labels.shape), f"needs the shape of input_ids, {shape}")
+        if input_ids.device.type == "cpu":
+            lowest, highest = int(input_ids.min()), int(input_ids.max())
+            inside = lowest >= 0 and highest < self.config.vocab_size
+            require(inside, "input_ids", (lowest, highest), f"needs ids from 0 to {self.config.vocab_size - 1}")
 
     def _logits(self, hidden_states: Tensor, inference_context=None, **kwargs) -> Tensor:
         if inference_context is not None and inference_context.materialize_only_last_token_logits:
@@ -220,6 +244,17 @@ class HybridSparseMoEModel(GPTModel):
         """Cast to float16 all but the router and the embedding."""
         cast_floating_point(self, torch.float16)
         return self
+
+
+def _weights_of_positions(labels: Tensor, loss_mask: Optional[Tensor], padding_mask: Optional[Tensor]) -> Tensor:
+    weights = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask.float()
+    require(
+        weights.shape == labels.shape, "loss_mask", tuple(weights.shape), f"needs the shape of labels, {tuple(labels.shape)}"
+    )
+    ignored = labels == IGNORED_LABEL
+    if padding_mask is not None:
+        ignored = ignored | padding_mask.bool()
+    return weights.masked_fill(ignored, 0.0)
 
 
 def _config_from_shape(fields: dict) -> HybridSparseMoEConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
@@ -21,6 +23,13 @@ from nemo_hsmoe.model.experts import RoutedExperts, SharedExperts
 from nemo_hsmoe.model.moe_layer import DenseGatedFFN, HybridMoELayer, HybridMoESubmodules
 from nemo_hsmoe.model.router import StraightThroughTopKRouter
 from nemo_hsmoe.runtime.errors import require
+
+
+def _is_not_about_mlp_type(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Unknown MLP type")
+
+
+logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_not_about_mlp_type)
 
 
 def uses_transformer_engine(config: HybridSparseMoEConfig) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 def sample_continuation(
     model: torch.nn.Module, prompt_S: Tensor, num_tokens: int, temperature: float = 0.8, seed: int = 0
 ) -> Tensor:
-    """Sample `num_tokens` ids after a prompt, recomputing the context for each.
+    """Sample `num_tokens` ids after a prompt, recomputing the last `seq_length` ids of context for each.
 
     Every expert-parallel rank must call this with the same arguments.
 
@@ -27,8 +27,9 @@ def sample_continuation(
     was_training = model.training
     model.eval()
     ids_S = prompt_S
+    context = model.config.seq_length
     for _ in range(num_tokens):
-        logits_V = model(ids_S[None])[0][0, -1].float()
+        logits_V = model(ids_S[None, -context:])[0][0, -1].float()
         if temperature == 0:
             next_id = logits_V.argmax()
         else:

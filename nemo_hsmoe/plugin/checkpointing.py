@@ -2,7 +2,7 @@
 
 import logging as megatron_logging
 import os
-import pickle
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ from nemo_hsmoe.runtime.errors import ConfigurationError, require
 
 WEIGHTS = "weights"
 _COMMON_STATE = "common.pt"
+_TIME_STAMP = re.compile(r"\d{4}-\d{2}-\d{2}_\d{2}-\d{2}-\d{2}$")
 
 
 class HybridSparseMoECheckpoint(ModelCheckpoint):
@@ -135,7 +136,8 @@ class RunResume(nl.AutoResume):
         elif log_dir is not None:
             folders = [Path(log_dir) / "checkpoints"]
             if not any(_checkpoints_in(folders[0])):
-                folders = sorted(Path(log_dir).glob("*/checkpoints"))
+                versions = (path for path in Path(log_dir).glob("*/checkpoints") if _TIME_STAMP.match(path.parent.name))
+                folders = sorted(versions)
         else:
             return None
         found = [path for folder in folders for path in _checkpoints_in(folder)]
@@ -179,7 +181,7 @@ def checkpoint_step(path: Path) -> int:
     common = _weights_folder(path) / _COMMON_STATE
     try:
         return int(torch.load(common, map_location="cpu", weights_only=False)["global_step"])
-    except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:
         reason = f"needs a complete checkpoint; {common.name} cannot be read ({type(error).__name__})"
         raise ConfigurationError("resume", str(path), reason) from None
 
@@ -193,7 +195,7 @@ def require_intact(path: Path) -> None:
     weights = _weights_folder(path)
     try:
         storage = FileSystemReader(weights).read_metadata().storage_data
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError) as error:
+    except Exception as error:
         reason = f"needs a complete checkpoint; its metadata cannot be read ({type(error).__name__})"
         raise ConfigurationError("resume", str(path), reason) from None
     lengths: dict[str, int] = {}
@@ -249,4 +251,8 @@ def _weights_folder(path: Path) -> Path:
 
 
 def _checkpoints_in(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.glob("*")) if path.is_dir() and not path.is_symlink())
+    return (path for path in sorted(folder.glob("*")) if not path.is_symlink() and _looks_like_checkpoint(path))
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    return (path / WEIGHTS).is_dir() or (path / ".metadata").exists() or (path / _COMMON_STATE).exists()

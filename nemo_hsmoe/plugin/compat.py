@@ -5,7 +5,6 @@ docs/architecture.md lists what each one changes.
 
 import functools
 import importlib
-import logging
 import sys
 from typing import Any
 
@@ -26,17 +25,12 @@ def install() -> None:
     _raise_when_a_waited_for_job_failed()
     if not _cuda_is_available():
         _skip_cuda_device_check_on_load()
-    logging.getLogger("megatron.core.transformer.transformer_layer").addFilter(_is_not_about_mlp_type)
 
 
 def _cuda_is_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _is_not_about_mlp_type(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Unknown MLP type")
 
 
 def _skip_cuda_device_check_on_load() -> None:

@@ -8,6 +8,7 @@ import tempfile
 import torch
 
 from nemo_hsmoe.runtime import cpu
+from nemo_hsmoe.runtime.errors import require
 
 
 def ensure_model_parallel(expert_parallel_size: int = 1, seed: int = 1234) -> None:
@@ -34,6 +35,13 @@ def ensure_model_parallel(expert_parallel_size: int = 1, seed: int = 1234) -> No
             os.close(handle)
             torch.distributed.init_process_group(backend, store=torch.distributed.FileStore(path, 1), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
+        processes = torch.distributed.get_world_size()
+        require(
+            processes % expert_parallel_size == 0,
+            "expert_model_parallel_size",
+            expert_parallel_size,
+            f"needs a divisor of the number of processes, {processes}",
+        )
         parallel_state.initialize_model_parallel(
             expert_model_parallel_size=expert_parallel_size, create_gloo_process_groups=False
         )
