@@ -64,8 +64,8 @@ def hsmoe_5b(
     require(batch in BATCHES, "batch", batch, f"needs one of {', '.join(BATCHES)}")
     shape = BATCHES[batch]
     expert_parallelism = components.checked_parallelism(num_nodes, num_gpus_per_node, expert_parallelism)
-    micro_batch_size = micro_batch_size or shape.micro_batch_size
-    max_steps = max_steps or math.ceil(TOKENS_OF_THE_BASE_RUN / shape.tokens)
+    micro_batch_size = shape.micro_batch_size if micro_batch_size is None else micro_batch_size
+    max_steps = math.ceil(TOKENS_OF_THE_BASE_RUN / shape.tokens) if max_steps is None else max_steps
     return run.Partial(
         llm.pretrain,
         model=components.model(

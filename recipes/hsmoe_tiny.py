@@ -42,7 +42,8 @@ def hsmoe_tiny(
     """
     seq_length = 256
     expert_parallelism = components.checked_parallelism(num_nodes, num_gpus_per_node, expert_parallelism)
-    micro_batch_size = micro_batch_size or max(1, global_batch_size // (num_nodes * num_gpus_per_node))
+    if micro_batch_size is None:
+        micro_batch_size = max(1, global_batch_size // (num_nodes * num_gpus_per_node))
     return run.Partial(
         llm.pretrain,
         model=components.model("hsmoe_tiny", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts),

@@ -142,6 +142,9 @@ class HybridSparseMoEConfig(TransformerConfig):
             require(getattr(self, name) == 1, name, getattr(self, name), "needs 1: this model shards over experts and data")
         experts = self.expert_model_parallel_size
         require(
+            isinstance(experts, int) and experts > 0, "expert_model_parallel_size", experts, "needs a positive whole number"
+        )
+        require(
             self.num_moe_experts % experts == 0,
             "expert_model_parallel_size",
             experts,

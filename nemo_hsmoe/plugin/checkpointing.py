@@ -36,7 +36,7 @@ class HybridSparseMoECheckpoint(ModelCheckpoint):
         self,
         every_n_train_steps: int = 50,
         save_top_k: int = 2,
-        save_last: Any = "link",
+        save_last: Any = False,
         filename: str = "{step}",
         save_optim_on_train_end: bool = True,
         **arguments: Any,
@@ -55,6 +55,11 @@ class HybridSparseMoECheckpoint(ModelCheckpoint):
         """Prepare, leaving the folder as it is."""
         self.async_save = getattr(trainer.strategy, "async_save", False)
         LightningModelCheckpoint.setup(self, trainer, *args, **kwargs)
+
+    def on_train_end(self, trainer, pl_module) -> None:
+        """Save the last iteration too, unless that has happened, as one of the newest `save_top_k`."""
+        if trainer.global_step and self._last_global_step_saved != trainer.global_step:
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def _monitor_candidates(self, trainer) -> dict[str, torch.Tensor]:
         return {**super()._monitor_candidates(trainer), "step": torch.tensor(trainer.global_step)}

@@ -56,12 +56,19 @@ def checked_parallelism(num_nodes: int, num_gpus_per_node: int, expert_paralleli
 
 def model(size: str, seq_length: int, expert_parallelism: int, seed: int, **fields: Any) -> run.Config:
     """The model of one size, checked now and built when the run starts."""
+    require(isinstance(seed, int) and 0 <= seed < 2**32, "seed", seed, "needs a whole number from 0 to 2**32 - 1")
     sized = config_for(size, seq_length=seq_length, init_seed=seed, **fields)
     require(
         sized.num_moe_experts % expert_parallelism == 0,
         "expert_parallelism",
         expert_parallelism,
         f"needs a divisor of the {sized.num_moe_experts} routed experts",
+    )
+    require(
+        sized.shared_expert_placement == "replicated" or sized.num_shared_experts % expert_parallelism == 0,
+        "expert_parallelism",
+        expert_parallelism,
+        f"needs a divisor of the {sized.num_shared_experts} shared experts when they are sharded",
     )
     defaults = HybridSparseMoENeMoConfig()
     changed = {
@@ -86,6 +93,7 @@ def trainer(
     log_every_n_steps: int = 10,
 ) -> run.Config:
     """NeMo trainer with this plugin's strategy and callbacks."""
+    require(isinstance(max_steps, int) and max_steps > 0, "max_steps", max_steps, "needs a positive number of iterations")
     require(precision in ("bf16", "fp32"), "precision", precision, "needs 'bf16' or 'fp32'")
     overlap = accelerator == "gpu"
     strategy = run.Config(

@@ -78,7 +78,10 @@ class CorpusDataModule(pl.LightningDataModule, io.IOMixin):
 
     def prepare_data(self) -> None:
         """Tokenise the corpus unless that was done before; Lightning calls this in one process of a node."""
-        self._build_corpus(progress=True)
+        skipped = self._build_corpus(progress=True).skipped
+        if skipped:
+            name, reason = next(iter(skipped.items()))
+            print(f"Corpus: {len(skipped)} files left out, the first of them {name} ({reason}).", flush=True)
 
     def setup(self, stage: str = "") -> None:
         """Build both datasets."""
@@ -101,6 +104,8 @@ class CorpusDataModule(pl.LightningDataModule, io.IOMixin):
         """Micro-batches of the training half, from the sample after the last one consumed."""
         self.init_global_step = self.trainer.global_step
         self.data_sampler.init_global_step = self.init_global_step
+        planned = self.trainer.max_steps * self.global_batch_size
+        self._train_dataset.num_samples = max(planned, self.data_sampler.init_consumed_samples) + self.global_batch_size
         return self._loader(self._train_dataset, "train")
 
     def val_dataloader(self) -> WrappedDataLoader:
@@ -137,7 +142,7 @@ class CorpusDataModule(pl.LightningDataModule, io.IOMixin):
         limit = self.trainer.limit_val_batches
         if not hasattr(self, "_global_validation_batches"):
             require(
-                isinstance(limit, int) or limit in (0.0, 1.0),
+                isinstance(limit, int) or limit == 0.0,
                 "limit_val_batches",
                 limit,
                 "needs a whole number of global batches, 0 for no validation",

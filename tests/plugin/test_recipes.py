@@ -54,6 +54,13 @@ def test_the_5b_run_is_the_specified_one(recipes):
         ("hsmoe_5b", {"batch": "large"}, "batch='large': needs one of sequences, literal"),
         ("hsmoe_tiny", {"num_gpus_per_node": 3}, "expert_parallelism=3: needs a divisor of the 64 routed experts"),
         ("hsmoe_tiny", {"num_nodes": 0}, "num_nodes=0: needs a positive whole number"),
+        ("hsmoe_5b", {"max_steps": 0}, "max_steps=0: needs a positive number of iterations"),
+        ("hsmoe_tiny", {"seed": -1}, "seed=-1: needs a whole number"),
+        (
+            "hsmoe_5b",
+            {"num_nodes": 4, "expert_parallelism": 16, "shared_experts": "sharded"},
+            "expert_parallelism=16: needs a divisor of the 8 shared experts",
+        ),
         ("hsmoe_1b", {"shared_experts": "some"}, "shared_expert_placement='some'"),
     ],
 )

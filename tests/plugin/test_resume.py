@@ -47,14 +47,21 @@ def everything_in(folder: Path) -> set[Path]:
 
 def test_the_newest_whatever_it_is_called(run_copy):
     names = {path.name for path in (run_copy / "checkpoints").iterdir() if not path.is_symlink()}
-    assert names == {"step=2", "step=4", "step=5-last"}
-    assert checkpoint_to_resume(run_copy).name == "step=5-last"
-    (run_copy / "checkpoints" / "step=5-last").rename(run_copy / "checkpoints" / "renamed")
-    assert checkpoint_to_resume(run_copy).name == "renamed"
+    assert names == {"step=2", "step=4", "step=5"}
+    assert checkpoint_to_resume(run_copy).name == "step=5"
+    (run_copy / "checkpoints" / "step=5").rename(run_copy / "checkpoints" / "some-last")
+    assert checkpoint_to_resume(run_copy).name == "some-last"
+    (run_copy / "checkpoints" / "step=4").rename(run_copy / "checkpoints" / "other-last")
+    (run_copy / "checkpoints" / "notes").mkdir()
+    assert checkpoint_to_resume(run_copy).name == "some-last"
+
+
+def test_another_run_below_the_folder_is_not_this_one(run_copy):
+    assert checkpoint_to_resume(run_copy.parent) is None
 
 
 def test_unfinished_ones_are_passed_over_and_kept(run_copy):
-    (run_copy / "checkpoints" / "step=5-last-unfinished").touch()
+    (run_copy / "checkpoints" / "step=5-unfinished").touch()
     before = everything_in(run_copy)
     assert checkpoint_to_resume(run_copy).name == "step=4"
     assert everything_in(run_copy) == before
@@ -75,7 +82,7 @@ def test_only_unfinished_ones_are_refused(run_copy):
 def test_a_truncated_checkpoint_is_refused(run_copy, victim):
     from nemo_hsmoe import ConfigurationError
 
-    file = run_copy / "checkpoints" / "step=5-last" / "weights" / victim
+    file = run_copy / "checkpoints" / "step=5" / "weights" / victim
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ConfigurationError, match="needs a complete checkpoint") as error:
         checkpoint_to_resume(run_copy)
@@ -88,9 +95,9 @@ def test_a_folder_of_time_stamped_versions(run_copy, tmp_path):
     older, newer = parent / "2026-12-01_10-00-00", parent / "2026-12-01_11-00-00"
     run_copy.rename(older)
     shutil.copytree(older, newer)
-    shutil.rmtree(newer / "checkpoints" / "step=5-last")
+    shutil.rmtree(newer / "checkpoints" / "step=5")
     found = checkpoint_to_resume(parent)
-    assert (found.parent.parent, found.name) == (older, "step=5-last")
+    assert (found.parent.parent, found.name) == (older, "step=5")
 
 
 def test_nothing_to_resume(tmp_path):
@@ -110,12 +117,12 @@ def test_another_architecture_is_refused_before_training(run_copy, cache_dir):
 
 def test_a_run_that_leaves_an_unfinished_checkpoint_resumes_and_deletes_nothing(run_copy, cache_dir):
     checkpoints = run_copy / "checkpoints"
-    (checkpoints / "step=5-last-unfinished").touch()
+    (checkpoints / "step=5-unfinished").touch()
     arguments = {"dir": str(run_copy.parent), "name": "run", "max_steps": 6}
     metrics = run_in_processes(train, 1, "hsmoe_tiny", arguments, {**SHORT, "data.cache_dir": cache_dir})[0]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
-    assert (checkpoints / "step=5-last").is_dir()
-    assert (checkpoints / "step=5-last-unfinished").exists()
+    assert (checkpoints / "step=5").is_dir()
+    assert (checkpoints / "step=5-unfinished").exists()
     assert (run_copy / "metrics.superseded.jsonl").read_text().count("\n") == 1
 
 
