@@ -68,3 +68,23 @@ def test_damaged_missing_and_foreign_files(tmp_path, model_parallel):
         with pytest.raises(ConfigurationError, match="needs a complete checkpoint file"):
             load_checkpoint(broken, model)
     assert not list(tmp_path.glob("*.unfinished"))
+    foreign = tmp_path / "foreign.pt"
+    for content in ({"a": 1}, [1, 2], {"model": {}}):
+        torch.save(content, foreign)
+        with pytest.raises(ConfigurationError, match="needs a file written by save_checkpoint"):
+            load_checkpoint(foreign, model)
+    foreign.write_text("not a checkpoint")
+    with pytest.raises(ConfigurationError, match="needs a complete checkpoint file"):
+        load_checkpoint(foreign, model)
+
+
+def test_a_refused_file_changes_nothing(tmp_path, model_parallel):
+    from nemo_hsmoe import ConfigurationError, HybridSparseMoEModel, load_checkpoint, save_checkpoint
+    from nemo_hsmoe.model.sizes import config_for
+
+    path = save_checkpoint(HybridSparseMoEModel(config_for("hsmoe_tiny", vocab_size=64)), None, None, 1, tmp_path / "new")
+    other = HybridSparseMoEModel(config_for("hsmoe_tiny", vocab_size=64, num_shared_experts=4, init_seed=5))
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    with pytest.raises(ConfigurationError, match="needs a checkpoint of this architecture"):
+        load_checkpoint(path, other)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items() if name in before)

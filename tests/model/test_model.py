@@ -245,3 +245,37 @@ def test_branches_can_be_left_out():
     assert not any("shared" in name or "dense" in name for name, _ in model.named_parameters())
     assert parameter_report(model) == parameter_report(model.config)
     model(random_ids(), labels=random_ids()).backward()
+
+
+def test_padding_and_ignored_labels_weigh_nothing_by_default():
+    model = small_model()
+    ids, labels = random_ids(), random_ids().roll(-1, 1)
+    padding = torch.zeros_like(ids, dtype=torch.bool)
+    padding[:, 16:] = True
+    expected = model(ids, labels=labels, loss_mask=(~padding).float(), padding_mask=padding)
+    torch.testing.assert_close(model(ids, labels=labels, padding_mask=padding), expected)
+    ignored = labels.masked_fill(padding, -100)
+    torch.testing.assert_close(model(ids, labels=ignored, padding_mask=padding), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.full((1, 4), 200), "needs ids from 0 to 199"),
+        (torch.full((1, 4), -1), "needs ids from 0 to 199"),
+        (torch.zeros(0, 4, dtype=torch.long), "not empty"),
+        (torch.zeros(4, dtype=torch.long), r"needs shape \[batch, sequence\]"),
+    ],
+)
+def test_unusable_ids_are_named(ids, message):
+    with pytest.raises(ConfigurationError, match=message):
+        small_model()(ids)
+
+
+def test_sampling_goes_on_past_the_context():
+    from nemo_hsmoe.model.sampling import sample_continuation
+
+    model = small_model(seq_length=8)
+    assert sample_continuation(model, torch.arange(6), 5).shape == (11,)
+    greedy = sample_continuation(model, torch.arange(6), 2, temperature=0)
+    assert greedy[6] == model(torch.arange(6)[None])[0][0, -1].argmax()
