@@ -83,7 +83,7 @@ def nemo_command_in_this_process(arguments: list[str], folder: str) -> tuple[int
         ("hsmoe_tiny", "trainer.max_stepz=2", "max_stepz"),
         ("hsmoe_tiny", "data.micro_batch_size=3", "global_batch_size=4: needs a multiple of micro_batch_size = 3"),
         ("hsmoe_tiny", "data.seq_length=512", "needs at most seq_length = 256 positions"),
-        ("hsmoe_tiny", "trainer.strategy.expert_model_parallel_size=3", "expert_model_parallel_size=3: needs a divisor"),
+        ("hsmoe_tiny", "trainer.strategy.expert_model_parallel_size=2", "expert_model_parallel_size=2: needs a divisor"),
         ("hsmoe_tiny", "log.log_dir=/proc/none", "dir='/proc/none/run': needs a run folder that can be written"),
     ],
 )
