@@ -16,6 +16,7 @@ _PUBLIC = {
     "HybridSparseMoEModel": "nemo_hsmoe.model.hybrid_moe",
     "RoutingInfo": "nemo_hsmoe.model.hybrid_moe",
     "parameter_report": "nemo_hsmoe.model.report",
+    "quantize_model": "nemo_hsmoe.quantization.quantize_model",
     "save_checkpoint": "nemo_hsmoe.model.checkpoint",
     "load_checkpoint": "nemo_hsmoe.model.checkpoint",
     "log_routing_histogram": "nemo_hsmoe.health.routing",
@@ -30,6 +31,7 @@ __all__ = [
     "load_checkpoint",
     "log_routing_histogram",
     "parameter_report",
+    "quantize_model",
     "save_checkpoint",
 ]
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from nemo_hsmoe.model.config import HybridSparseMoEConfig
     from nemo_hsmoe.model.hybrid_moe import HybridSparseMoEModel, RoutingInfo
     from nemo_hsmoe.model.report import parameter_report
+    from nemo_hsmoe.quantization.quantize_model import quantize_model
     from nemo_hsmoe.runtime.errors import ConfigurationError
 
 

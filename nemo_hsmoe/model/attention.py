@@ -15,6 +15,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from nemo_hsmoe.model.config import parameter_device
+from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer
+
 
 @dataclass
 class SeparateProjectionAttentionSubmodules:
@@ -55,6 +58,10 @@ class SeparateProjectionSelfAttention(Attention):
         self.linear_k = self._build_projection(submodules.linear_k, self.kv_projection_size)
         self.linear_v = self._build_projection(submodules.linear_v, self.kv_projection_size)
         self.q_layernorm = self.k_layernorm = None
+        device = parameter_device(config)
+        self.query_quantizer = TensorQuantizer("query_key_output", device)
+        self.key_quantizer = TensorQuantizer("query_key_output", device)
+        self.value_quantizer = TensorQuantizer("value_output", device)
 
     def _build_projection(self, spec: Union[ModuleSpec, type], output_size: int) -> torch.nn.Module:
         return build_module(
@@ -79,15 +86,17 @@ class SeparateProjectionSelfAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Project `[S, B, D]` to query, key and value of shape `[S, B, heads, head dim]`."""
         head_shape = (*hidden_states.shape[:2], -1, self.hidden_size_per_attention_head)
-        projections = (self.linear_q, self.linear_k, self.linear_v)
-        query, key, value = (linear(hidden_states)[0].view(head_shape) for linear in projections)
-        return query, key, value
+        query = self.query_quantizer(self.linear_q(hidden_states)[0])
+        key = self.key_quantizer(self.linear_k(hidden_states)[0])
+        value = self.value_quantizer(self.linear_v(hidden_states)[0])
+        return query.view(head_shape), key.view(head_shape), value.view(head_shape)
 
 
 class ScaledDotProductCoreAttention(MegatronModule):
     """Causal attention through `torch.nn.functional.scaled_dot_product_attention`, on any device.
 
-    With fewer queries than keys, as in decoding from a cache, the queries are the last positions.
+    With fewer queries than keys, as in decoding from a cache, the queries are the last positions. Where the policy quantises
+    the softmax, scores and softmax are formed in full: `[B, heads, queries, keys]`.
     """
 
     def __init__(
@@ -104,6 +113,7 @@ class ScaledDotProductCoreAttention(MegatronModule):
         super().__init__(config)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_quantizer = TensorQuantizer("attention_softmax", parameter_device(config))
 
     def forward(
         self,
@@ -132,13 +142,30 @@ class ScaledDotProductCoreAttention(MegatronModule):
             allowed = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
             if attention_mask is not None:
                 allowed = allowed & ~attention_mask
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=allowed,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=allowed is None and queries > 1,
-            scale=self.softmax_scale,
-        )
+        dropout = self.dropout if self.training else 0.0
+        is_causal = allowed is None and queries > 1
+        if self.softmax_quantizer.is_active:
+            output = self._eager_attention(query, key, value, allowed, is_causal, dropout)
+        else:
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=allowed, dropout_p=dropout, is_causal=is_causal, scale=self.softmax_scale
+            )
         return output.permute(2, 0, 1, 3).flatten(2)
+
+    def _eager_attention(
+        self,
+        query_BHQD: Tensor,
+        key_BHKD: Tensor,
+        value_BHKD: Tensor,
+        allowed: Optional[Tensor],
+        is_causal: bool,
+        dropout: float,
+    ) -> Tensor:
+        scale = query_BHQD.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        scores_BHQK = (query_BHQD * scale) @ key_BHKD.transpose(-2, -1)
+        if is_causal:
+            allowed = torch.ones(scores_BHQK.shape[-2:], dtype=torch.bool, device=scores_BHQK.device).tril()
+        if allowed is not None:
+            scores_BHQK = scores_BHQK.masked_fill(~allowed, float("-inf"))
+        softmax_BHQK = torch.softmax(scores_BHQK, dim=-1, dtype=torch.float32).to(value_BHKD.dtype)
+        return F.dropout(self.softmax_quantizer(softmax_BHQK), dropout) @ value_BHKD

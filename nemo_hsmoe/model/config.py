@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_hsmoe.quantization.policy import PRESETS, QuantizationPolicy
 from nemo_hsmoe.runtime.errors import require
 
 
@@ -42,6 +43,10 @@ class HybridSparseMoEConfig(TransformerConfig):
         embedding_init_std, expert_init_std: initial σ; experts are divided by √num_moe_experts besides.
         init_seed: seed of every initial draw; draws are keyed by logical parameter name.
         use_transformer_engine: None takes TransformerEngine where it is installed and CUDA is there.
+        quantization: preset of the quantisation policy, one of `nemo_hsmoe.quantization.PRESETS`.
+        quantization_rows: rows of the policy to replace, tensor class → format, such as
+            `{"routed_expert_weight": "NVFP4_16x16", "value_output": "none"}`.
+        first_layers_unquantized, last_layers_unquantized: layers at either end that keep the parameters' precision.
 
     Raises:
         ConfigurationError: for a value that cannot work, naming the argument and what would be right.
@@ -72,6 +77,11 @@ class HybridSparseMoEConfig(TransformerConfig):
     rotary_base: int = 10_000
     use_transformer_engine: Optional[bool] = None
 
+    quantization: str = "none"
+    quantization_rows: Optional[dict[str, str]] = None
+    first_layers_unquantized: int = 0
+    last_layers_unquantized: int = 0
+
     normalization: str = "RMSNorm"
     layernorm_epsilon: float = 1e-6
     hidden_dropout: float = 0.0
@@ -95,11 +105,37 @@ class HybridSparseMoEConfig(TransformerConfig):
             self.ffn_hidden_size = self.moe_ffn_hidden_size
         super().__post_init__()
         self._check_parallelism()
+        self._check_quantization()
 
     @property
     def effective_router_logit_scale(self) -> float:
         """The factor in force on router logits."""
         return self.hidden_size**-0.5 if self.router_logit_scale is None else self.router_logit_scale
+
+    def quantization_policy(self) -> QuantizationPolicy:
+        """The policy in full.
+
+        Raises:
+            ConfigurationError: when this machine cannot carry it out.
+        """
+        policy = QuantizationPolicy.preset(
+            self.quantization, first_layers=self.first_layers_unquantized, last_layers=self.last_layers_unquantized
+        )
+        return policy.with_rows(self.quantization_rows or {})
+
+    def _check_quantization(self) -> None:
+        require(self.quantization in PRESETS, "quantization", self.quantization, f"needs one of {', '.join(PRESETS)}")
+        QuantizationPolicy().with_rows(self.quantization_rows or {})
+        for name in ("first_layers_unquantized", "last_layers_unquantized"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 0, name, value, "needs a number of layers, 0 for none")
+        unquantized = self.first_layers_unquantized + self.last_layers_unquantized
+        require(
+            unquantized <= self.num_layers,
+            "first_layers_unquantized + last_layers_unquantized",
+            unquantized,
+            f"needs at most num_layers = {self.num_layers}",
+        )
 
     def _check_sizes(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length", "num_moe_experts",

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from nemo_hsmoe.kernels.grouped_gemm import expert_one_hot, grouped_linear
 from nemo_hsmoe.model.config import HybridSparseMoEConfig, parameter_device
+from nemo_hsmoe.quantization.native import NativeExpertProducts, native_products
+from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer
 
 
 class ExpertWeights(MegatronModule):
@@ -35,6 +37,7 @@ class ExpertWeights(MegatronModule):
         ep_group: torch.distributed.ProcessGroup,
         expert_dp_group: torch.distributed.ProcessGroup,
         is_expert_parallel: bool,
+        weight_class: str,
     ):
         super().__init__(config)
         self.num_local_experts = num_local_experts
@@ -52,6 +55,13 @@ class ExpertWeights(MegatronModule):
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
             parameter.allreduce = not is_expert_parallel
             self.register_parameter(name, parameter)
+        self.weight_quantizer = TensorQuantizer(weight_class, device)
+        self.output_quantizer = TensorQuantizer("expert_output", device)
+        self.native_products: Optional[NativeExpertProducts] = None
+
+    def finish_init(self, quantization_config) -> None:
+        """Take this module's part of Megatron's quantisation recipe; None for the parameters' own precision."""
+        self.native_products = native_products(quantization_config)
 
     @property
     def first_local_expert(self) -> int:
@@ -62,11 +72,12 @@ class ExpertWeights(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Optional[dict] = None
     ) -> dict[str, ShardedTensor]:
         """Checkpoint entries keyed by logical experts: the expert axis is sharded over the expert-parallel ranks."""
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         if not self.is_expert_parallel:
-            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            return entries
         expert_axis = len(sharded_offsets)
         expert_offset = (expert_axis, self.ep_group.rank(), self.ep_group.size())
-        return {
+        sharded = {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 parameter,
@@ -77,6 +88,7 @@ class ExpertWeights(MegatronModule):
             )
             for name, parameter in self.named_parameters(recurse=False)
         }
+        return {**entries, **sharded}
 
 
 class RoutedExperts(ExpertWeights):
@@ -90,7 +102,13 @@ class RoutedExperts(ExpertWeights):
     ):
         groups = pg_collection or get_default_pg_collection()
         super().__init__(
-            num_local_experts, config.moe_ffn_hidden_size, config, groups.ep, groups.expt_dp, is_expert_parallel=True
+            num_local_experts,
+            config.moe_ffn_hidden_size,
+            config,
+            groups.ep,
+            groups.expt_dp,
+            is_expert_parallel=True,
+            weight_class="routed_expert_weight",
         )
 
     def forward(self, rows_TD: Tensor, tokens_per_expert_E: Tensor, gates_T: Tensor) -> tuple[Tensor, None]:
@@ -106,11 +124,16 @@ class RoutedExperts(ExpertWeights):
         """
         tokens_per_expert_E = tokens_per_expert_E.to(rows_TD.device)
         member_TE = expert_one_hot(tokens_per_expert_E, rows_TD.shape[0], rows_TD.dtype)
-        inner_TF = grouped_linear(rows_TD, self.fc1_weight, tokens_per_expert_E)
+        inner_TF = self._product(rows_TD, self.fc1_weight, tokens_per_expert_E)
         inner_TF = F.gelu(torch.addmm(inner_TF, member_TE, self.fc1_bias))
-        output_TD = grouped_linear(inner_TF, self.fc2_weight, tokens_per_expert_E)
-        output_TD = torch.addmm(output_TD, member_TE, self.fc2_bias)
+        output_TD = self._product(inner_TF, self.fc2_weight, tokens_per_expert_E)
+        output_TD = self.output_quantizer(torch.addmm(output_TD, member_TE, self.fc2_bias))
         return output_TD * gates_T.unsqueeze(-1).to(output_TD.dtype), None
+
+    def _product(self, x_TK: Tensor, weight_ENK: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
+        if self.native_products is not None:
+            return self.native_products.grouped(x_TK, weight_ENK, tokens_per_expert_E, self.training)
+        return grouped_linear(x_TK, self.weight_quantizer(weight_ENK), tokens_per_expert_E)
 
 
 class SharedExperts(ExpertWeights):
@@ -135,6 +158,7 @@ class SharedExperts(ExpertWeights):
             groups.ep,
             groups.expt_dp,
             is_expert_parallel=sharded,
+            weight_class="shared_expert_weight",
         )
 
     def forward(self, hidden_SBD: Tensor) -> Tensor:
@@ -148,5 +172,12 @@ class SharedExperts(ExpertWeights):
         )
 
     def _sum_of_experts(self, rows_TD: Tensor) -> Tensor:
-        inner_TI = F.gelu(F.linear(rows_TD, self.fc1_weight.flatten(0, 1), self.fc1_bias.flatten()))
-        return F.linear(inner_TI, self.fc2_weight.transpose(0, 1).flatten(1), self.fc2_bias.sum(dim=0))
+        fc1_weight_EFD, fc2_weight_EDF = self.weight_quantizer(self.fc1_weight), self.weight_quantizer(self.fc2_weight)
+        inner_TI = F.gelu(self._product(rows_TD, fc1_weight_EFD.flatten(0, 1)) + self.fc1_bias.flatten())
+        output_TD = self._product(inner_TI, fc2_weight_EDF.transpose(0, 1).flatten(1)) + self.fc2_bias.sum(dim=0)
+        return self.output_quantizer(output_TD)
+
+    def _product(self, x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+        if self.native_products is not None:
+            return self.native_products.linear(x_TK, weight_NK, self.training)
+        return F.linear(x_TK, weight_NK)

@@ -17,8 +17,9 @@ from nemo_hsmoe.kernels.linear_cross_entropy import linear_cross_entropy
 from nemo_hsmoe.model.config import HybridSparseMoEConfig
 from nemo_hsmoe.model.initialization import initialize_parameters
 from nemo_hsmoe.model.layer_spec import decoder_block_spec
-from nemo_hsmoe.model.precision import cast_floating_point, keep_in_float32
+from nemo_hsmoe.runtime.precision import cast_floating_point, keep_in_float32
 from nemo_hsmoe.model.router import routers_of
+from nemo_hsmoe.quantization.quantize_model import quantize_model
 from nemo_hsmoe.runtime.errors import require
 from nemo_hsmoe.runtime.process_groups import ensure_model_parallel
 
@@ -122,6 +123,7 @@ class HybridSparseMoEModel(GPTModel):
         keep_in_float32(embedding)
         cast_floating_point(self, config.params_dtype)
         initialize_parameters(self, config)
+        quantize_model(self, policy=config.quantization_policy())
 
     def forward(
         self,

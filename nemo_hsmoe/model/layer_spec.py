@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -20,6 +19,11 @@ from nemo_hsmoe.model.attention import (
 )
 from nemo_hsmoe.model.config import HybridSparseMoEConfig, transformer_engine_available
 from nemo_hsmoe.model.experts import RoutedExperts, SharedExperts
+from nemo_hsmoe.model.linear import (
+    QuantizableColumnParallelLinear,
+    QuantizableRowParallelLinear,
+    transformer_engine_linears,
+)
 from nemo_hsmoe.model.moe_layer import DenseGatedFFN, HybridMoELayer, HybridMoESubmodules
 from nemo_hsmoe.model.router import StraightThroughTopKRouter
 from nemo_hsmoe.runtime.errors import require
@@ -52,23 +56,26 @@ def uses_transformer_engine(config: HybridSparseMoEConfig) -> bool:
 def decoder_block_spec(config: HybridSparseMoEConfig) -> TransformerBlockSubmodules:
     """Every layer of the decoder and its final norm."""
     if uses_transformer_engine(config):
-        from megatron.core.extensions.transformer_engine import (
-            TEColumnParallelLinear,
-            TEDotProductAttention,
-            TENorm,
-            TERowParallelLinear,
-        )
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
-        column, row, norm, core = TEColumnParallelLinear, TERowParallelLinear, TENorm, TEDotProductAttention
+        column, row = transformer_engine_linears()
+        norm, core = TENorm, TEDotProductAttention
     else:
-        column, row, norm = ColumnParallelLinear, RowParallelLinear, WrappedTorchNorm
+        column, row, norm = QuantizableColumnParallelLinear, QuantizableRowParallelLinear, WrappedTorchNorm
         core = ScaledDotProductCoreAttention
+    query_key = ModuleSpec(module=column, params={"weight_class": "query_key_weight"})
+    projection = {"weight_class": "attention_output_weight", "input_class": "attention_head_output"}
+    dense = {"weight_class": "dense_ffn_weight"}
 
     attention = ModuleSpec(
         module=SeparateProjectionSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SeparateProjectionAttentionSubmodules(
-            linear_q=column, linear_k=column, linear_v=column, core_attention=core, linear_proj=row
+            linear_q=query_key,
+            linear_k=query_key,
+            linear_v=ModuleSpec(module=column, params={"weight_class": "value_weight"}),
+            core_attention=core,
+            linear_proj=ModuleSpec(module=row, params=projection),
         ),
     )
     feed_forward = ModuleSpec(
@@ -77,7 +84,12 @@ def decoder_block_spec(config: HybridSparseMoEConfig) -> TransformerBlockSubmodu
             router=StraightThroughTopKRouter,
             experts=RoutedExperts,
             shared_experts=SharedExperts,
-            dense=ModuleSpec(module=DenseGatedFFN, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            dense=ModuleSpec(
+                module=DenseGatedFFN,
+                submodules=MLPSubmodules(
+                    linear_fc1=ModuleSpec(module=column, params=dense), linear_fc2=ModuleSpec(module=row, params=dense)
+                ),
+            ),
         ),
     )
     layer = ModuleSpec(

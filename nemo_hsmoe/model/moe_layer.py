@@ -15,8 +15,9 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from nemo_hsmoe.model.config import HybridSparseMoEConfig
+from nemo_hsmoe.model.config import HybridSparseMoEConfig, parameter_device
 from nemo_hsmoe.model.dispatcher import PaddingAwareAlltoAllDispatcher
+from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer
 
 
 @dataclass
@@ -41,6 +42,11 @@ class DenseGatedFFN(MLP):
         gated.activation_func = F.silu
         gated.bias_activation_fusion = False
         super().__init__(gated, submodules, ffn_hidden_size=config.dense_ffn_hidden_size, tp_group=tp_group)
+        self.gate_quantizer = TensorQuantizer("gate_preactivation", parameter_device(config))
+        self.config.activation_func = self.activation_func = self._gate
+
+    def _gate(self, preactivation: Tensor) -> Tensor:
+        return F.silu(self.gate_quantizer(preactivation))
 
 
 class HybridMoELayer(MoELayer):

@@ -11,7 +11,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from nemo_hsmoe.model.config import HybridSparseMoEConfig, parameter_device
-from nemo_hsmoe.model.precision import keep_in_float32
+from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer
+from nemo_hsmoe.runtime.precision import keep_in_float32
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -62,6 +63,7 @@ class StraightThroughTopKRouter(MegatronModule):
         self.register_buffer("expert_load", torch.zeros(experts, dtype=torch.float32, device=device), persistent=False)
         for tensor in (self.weight, self.bias, self.balance_bias, self.expert_load):
             keep_in_float32(tensor)
+        self.logits_quantizer = TensorQuantizer("router_logits", device)
         self.scores_TE: Optional[Tensor] = None
         self.chosen_TE: Optional[Tensor] = None
         self.records_routing = False
@@ -84,6 +86,7 @@ class StraightThroughTopKRouter(MegatronModule):
         hidden_TD = hidden_SBD.reshape(-1, hidden_SBD.shape[-1]).float()
         with torch.autocast(hidden_TD.device.type, enabled=False):
             logits_TE = torch.nn.functional.linear(hidden_TD, self.weight, self.bias) * self.logit_scale
+        logits_TE = self.logits_quantizer(logits_TE)
         scores_TE = torch.softmax(logits_TE, dim=-1)
         chosen_TE = self._choose(logits_TE)
         if padding_mask_SB is not None:
