@@ -21,6 +21,7 @@ def hsmoe_1b(
     max_time: Optional[str] = None,
     corpus: Optional[str] = None,
     shared_experts: Literal["replicated", "sharded"] = "replicated",
+    quantization: str = "auto",
     async_checkpoints: bool = True,
     seed: int = 1234,
 ) -> run.Partial:
@@ -35,6 +36,8 @@ def hsmoe_1b(
         max_time: stop after this long, `DD:HH:MM:SS`.
         corpus: file or folder of text; None takes the Python standard library.
         shared_experts: `replicated` on every GPU, or `sharded` over the expert-parallel ranks.
+        quantization: preset of the quantisation policy: `none`, `emulated`, `native`, `auto` (native where the GPU has it,
+            else emulated), `seed_literal` or `torchao`.
         async_checkpoints: write checkpoints while training goes on.
         seed: seed of initialisation and sample order.
     """
@@ -42,7 +45,14 @@ def hsmoe_1b(
     expert_parallelism = components.checked_parallelism(num_nodes, num_gpus_per_node, expert_parallelism)
     return run.Partial(
         llm.pretrain,
-        model=components.model("hsmoe_1b", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts),
+        model=components.model(
+            "hsmoe_1b",
+            seq_length,
+            expert_parallelism,
+            seed,
+            shared_expert_placement=shared_experts,
+            quantization=quantization,
+        ),
         data=components.data(seq_length, micro_batch_size, global_batch_size, corpus, seed),
         trainer=components.trainer(
             max_steps=max_steps,

@@ -22,6 +22,7 @@ def hsmoe_33b(
     max_time: Optional[str] = None,
     corpus: Optional[str] = None,
     shared_experts: Literal["replicated", "sharded"] = "replicated",
+    quantization: str = "auto",
     async_checkpoints: bool = True,
     seed: int = 1234,
 ) -> run.Partial:
@@ -36,5 +37,6 @@ def hsmoe_33b(
         recipe.trainer.strategy.expert_model_parallel_size,
         seed,
         shared_expert_placement=shared_experts,
+        quantization=quantization,
     )
     return recipe

@@ -41,6 +41,7 @@ def hsmoe_5b(
     max_time: Optional[str] = None,
     corpus: Optional[str] = None,
     shared_experts: Literal["replicated", "sharded"] = "replicated",
+    quantization: str = "auto",
     async_checkpoints: bool = True,
     seed: int = 1234,
 ) -> run.Partial:
@@ -58,6 +59,8 @@ def hsmoe_5b(
         max_time: stop after this long, `DD:HH:MM:SS`.
         corpus: file or folder of text; None takes the Python standard library.
         shared_experts: `replicated` on every GPU, or `sharded` over the expert-parallel ranks.
+        quantization: preset of the quantisation policy: `none`, `emulated`, `native`, `auto` (native where the GPU has it,
+            else emulated), `seed_literal` or `torchao`.
         async_checkpoints: write checkpoints while training goes on.
         seed: seed of initialisation and sample order.
     """
@@ -69,7 +72,12 @@ def hsmoe_5b(
     return run.Partial(
         llm.pretrain,
         model=components.model(
-            "hsmoe_5b", shape.seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts
+            "hsmoe_5b",
+            shape.seq_length,
+            expert_parallelism,
+            seed,
+            shared_expert_placement=shared_experts,
+            quantization=quantization,
         ),
         data=components.data(shape.seq_length, micro_batch_size, shape.sequences, corpus, seed),
         trainer=components.trainer(

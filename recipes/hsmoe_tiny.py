@@ -22,6 +22,7 @@ def hsmoe_tiny(
     max_time: Optional[str] = None,
     corpus: Optional[str] = None,
     shared_experts: Literal["replicated", "sharded"] = "replicated",
+    quantization: str = "emulated",
     async_checkpoints: bool = False,
     seed: int = 1234,
 ) -> run.Partial:
@@ -37,6 +38,8 @@ def hsmoe_tiny(
         max_time: stop after this long, `DD:HH:MM:SS`.
         corpus: file or folder of text; None takes the Python standard library.
         shared_experts: `replicated` in every process, or `sharded` over the expert-parallel ones.
+        quantization: preset of the quantisation policy: `none`, `emulated`, `native`, `auto` (native where the GPU has it,
+            else emulated), `seed_literal` or `torchao`.
         async_checkpoints: write checkpoints while training goes on.
         seed: seed of initialisation and sample order.
     """
@@ -46,7 +49,14 @@ def hsmoe_tiny(
         micro_batch_size = max(1, global_batch_size // (num_nodes * num_gpus_per_node))
     return run.Partial(
         llm.pretrain,
-        model=components.model("hsmoe_tiny", seq_length, expert_parallelism, seed, shared_expert_placement=shared_experts),
+        model=components.model(
+            "hsmoe_tiny",
+            seq_length,
+            expert_parallelism,
+            seed,
+            shared_expert_placement=shared_experts,
+            quantization=quantization,
+        ),
         data=components.data(seq_length, micro_batch_size, global_batch_size, corpus, seed),
         trainer=components.trainer(
             max_steps=max_steps,

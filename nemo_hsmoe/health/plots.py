@@ -45,3 +45,33 @@ def plot_run(metrics: Sequence[dict[str, Any]], path: Path, unigram: Optional[fl
         load.set_yticks(range(len(share_LE)), [str(layer + 1) for layer in range(len(share_LE))])
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plot_quantization(lines: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw each tensor class' relative error, and its saturated and flushed shares, into a PNG file.
+
+    Args:
+        lines: of `quantization.jsonl`: `step`, and figures by tensor class.
+        path: file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figures = {
+        "relative_error": "Relative error ‖q(x) − x‖ / ‖x‖",
+        "flushed": "Share of values that became 0",
+        "saturated": "Share of saturated values",
+    }
+    classes = sorted({name for line in lines for name in line if name != "step"})
+    figure, axes = pyplot.subplots(1, len(figures), figsize=(15, 4.6), layout="constrained")
+    for axis, (name, title) in zip(axes, figures.items()):
+        for tensor_class in classes:
+            points = [(line["step"], line[tensor_class][name]) for line in lines if tensor_class in line]
+            axis.plot(*zip(*points), "o-", markersize=3, label=tensor_class)
+        axis.set(xlabel="iteration", title=title)
+        axis.set_ylim(bottom=0)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

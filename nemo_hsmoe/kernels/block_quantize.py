@@ -144,9 +144,7 @@ def quantize_blocks(
     scaled = tiled * reciprocal
     elements = round_to_grid(scaled, scaling.element, stochastic, generator)
     shape = wide.shape
-    return Blocks(
-        _join_blocks(elements, shape), _join_blocks(scaled, shape), _join_blocks(scale.expand_as(tiled), shape)
-    )
+    return Blocks(_join_blocks(elements, shape), _join_blocks(scaled, shape), _join_blocks(scale.expand_as(tiled), shape))
 
 
 def _triton_applies(x: Tensor, scaling: BlockScaling, amax: Optional[Tensor], stochastic: bool) -> bool:

@@ -1,9 +1,9 @@
 """`block_quantize.quantize_dequantize` as one Triton launch that reads each value from memory once.
 
-A program takes a band of rows. Rows share an outer scale inside one program; matrices do not fit one, so there a launch has two
-kinds of program, which measure and which convert. Programs draw tickets in the order they start, matrices are measured
-`LAG` ahead of the ones being converted, and a converting program waits for its matrix' count of measured bands: what it waits
-for has started before it and waits for nobody. The second read of a matrix comes from the L2 cache.
+A program takes a band of rows. A row's outer scale is found inside its program; a matrix does not fit one, so there a launch
+has two kinds of program, which measure and which convert. Programs draw tickets in the order they start, matrices are
+measured `lag` ahead of those being converted, and a converting program waits for its matrix' count of measured bands: what
+it waits for has started before it and waits for nobody. The second read of a matrix comes from the L2 cache.
 """
 
 from __future__ import annotations
@@ -243,4 +243,6 @@ def _quantize_dequantize_kernel(
             scaled = tl.minimum(tl.maximum(x * reciprocal, ELEMENT_SMALLEST), ELEMENT_LARGEST)
             element = _round_to_even(scaled, _power_of_two_step(scaled, ELEMENT_EXPONENT, ELEMENT_MANTISSA))
             element += x * 0.0
-            tl.store(out_ptr + first + row_start + start + across, (element * scale).to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(
+                out_ptr + first + row_start + start + across, (element * scale).to(out_ptr.dtype.element_ty), mask=inside
+            )

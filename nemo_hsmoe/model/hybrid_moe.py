@@ -17,10 +17,10 @@ from nemo_hsmoe.kernels.linear_cross_entropy import linear_cross_entropy
 from nemo_hsmoe.model.config import HybridSparseMoEConfig
 from nemo_hsmoe.model.initialization import initialize_parameters
 from nemo_hsmoe.model.layer_spec import decoder_block_spec
-from nemo_hsmoe.runtime.precision import cast_floating_point, keep_in_float32
 from nemo_hsmoe.model.router import routers_of
 from nemo_hsmoe.quantization.quantize_model import quantize_model
 from nemo_hsmoe.runtime.errors import require
+from nemo_hsmoe.runtime.precision import cast_floating_point, keep_in_float32
 from nemo_hsmoe.runtime.process_groups import ensure_model_parallel
 
 IGNORED_LABEL = -100

@@ -7,6 +7,7 @@ from typing import Optional
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
+from torch.nn import Parameter
 
 from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer
 
@@ -24,6 +25,7 @@ class QuantizableLinear:
 
     def __init__(self, *args, weight_class: str, input_class: Optional[str] = None, **arguments):
         super().__init__(*args, **arguments)
+        self.weight: Parameter
         device = self.weight.device
         self.weight_quantizer = TensorQuantizer(weight_class, device)
         self.input_quantizer = None if input_class is None else TensorQuantizer(input_class, device)
@@ -33,7 +35,7 @@ class QuantizableLinear:
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
         if self.weight_quantizer.spec is None:
-            return super().forward(x, *args, **arguments)
+            return super().forward(x, *args, **arguments)  # type: ignore[misc]
         return F.linear(x, self.weight_quantizer(self.weight)), None
 
 

@@ -10,7 +10,7 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 
 from nemo_hsmoe.model.config import HybridSparseMoEConfig
 from nemo_hsmoe.model.sizes import config_for
-from nemo_hsmoe.plugin.callbacks import RunMetrics, RunSummary
+from nemo_hsmoe.plugin.callbacks import QuantizationMonitor, RunMetrics, RunSummary
 from nemo_hsmoe.plugin.checkpointing import HybridSparseMoECheckpoint, RunLogger, RunResume
 from nemo_hsmoe.plugin.data import CorpusDataModule
 from nemo_hsmoe.plugin.module import HybridSparseMoELightningModule, HybridSparseMoENeMoConfig
@@ -125,7 +125,11 @@ def trainer(
         max_time=max_time,
         strategy=strategy,
         plugins=plugins or None,
-        callbacks=[run.Config(RunMetrics, log_every_n_steps=log_every_n_steps), run.Config(RunSummary)],
+        callbacks=[
+            run.Config(RunMetrics, log_every_n_steps=log_every_n_steps),
+            run.Config(RunSummary),
+            run.Config(QuantizationMonitor),
+        ],
         val_check_interval=interval(VALIDATION_FRACTION, max_steps),
         check_val_every_n_epoch=None,
         limit_val_batches=validation_batches,

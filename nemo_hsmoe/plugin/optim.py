@@ -1,5 +1,6 @@
 """Megatron's optimizers behind NeMo's optimizer module."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, Optional
 
@@ -9,12 +10,15 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.utils import get_model_config
+from nemo.core.optim.lr_scheduler import CosineAnnealing
 from nemo.core.optim.mcore_optim import McoreDistributedOptimizer
 from nemo.lightning.megatron_parallel import MegatronParallel
 from nemo.lightning.pytorch.optim import CosineAnnealingScheduler, MegatronOptimizerModule
 from nemo.utils import AppState
 
 from nemo_hsmoe.model.router import collect_expert_load, routers_of, update_balance_bias
+from nemo_hsmoe.quantization.learning_rate import QAT_FACTOR, QAT_FRACTION, qat_learning_rate_factor
+from nemo_hsmoe.runtime.errors import require
 
 
 class NeMoMegatronOptimizer(McoreDistributedOptimizer):
@@ -30,8 +34,9 @@ class NeMoMegatronOptimizer(McoreDistributedOptimizer):
 class HybridSparseMoEOptimizerModule(MegatronOptimizerModule):
     """Builds the Megatron optimizer and finishes each iteration's gradients.
 
-    After the gradient reduction, tokens per expert are summed over all data-parallel ranks, kept as `expert_load_LE`
-    (float32 `[layers, experts]`) for the metrics, and the routers' balancing biases move against them.
+    An iteration whose gradient is not finite changes no parameter and no optimizer state. After the gradient reduction,
+    tokens per expert are summed over all data-parallel ranks, kept as `expert_load_LE` (float32 `[layers, experts]`) for the
+    metrics, and the routers' balancing biases move against them.
     """
 
     expert_load_LE: torch.Tensor | None = None
@@ -43,6 +48,7 @@ class HybridSparseMoEOptimizerModule(MegatronOptimizerModule):
             [chunk.module for chunk in model],
             use_gloo_process_groups=AppState().use_gloo_process_groups,
         )
+        _skip_steps_whose_gradient_is_not_finite(optimizer)
         for group in optimizer.param_groups:
             _apply_multipliers_once(group)
         if not HAVE_APEX_OR_TE:
@@ -60,22 +66,57 @@ class HybridSparseMoEOptimizerModule(MegatronOptimizerModule):
         update_balance_bias(routers, self.expert_load_LE, get_model_config(model[0]).balance_bias_update_rate)
 
 
+class QATCosineAnnealing(CosineAnnealing):
+    """NeMo's linear warm-up and cosine decay, times `factor` for the first `fraction` of the run."""
+
+    def __init__(self, optimizer, *, fraction: float, factor: float, **arguments: Any):
+        self.fraction, self.factor = fraction, factor
+        super().__init__(optimizer, **arguments)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every parameter group."""
+        factor = qat_learning_rate_factor(self.last_epoch, self.max_steps, self.fraction, self.factor)
+        return [factor * rate for rate in super().get_lr()]
+
+
 class RunLengthCosineScheduler(CosineAnnealingScheduler):
     """NeMo's linear warm-up and cosine decay over `total_steps`, which may be longer than this session's `max_steps`.
 
     NeMo copies the trainer's `max_steps` into the scheduler, so that a run planned in two sessions would decay twice.
-    With `total_steps` set, the plan stays.
+    With `total_steps` set, the plan stays. A quantised model learns at `qat_factor` of the rate for the first
+    `qat_fraction` of the plan.
     """
 
-    def __init__(self, total_steps: Optional[int] = None, **arguments: Any):
+    def __init__(
+        self,
+        total_steps: Optional[int] = None,
+        qat_fraction: float = QAT_FRACTION,
+        qat_factor: float = QAT_FACTOR,
+        **arguments: Any,
+    ):
         super().__init__(**arguments)
+        require(0 <= qat_fraction <= 1, "qat_fraction", qat_fraction, "needs a share of the run, from 0 to 1")
+        require(qat_factor > 0, "qat_factor", qat_factor, "needs a positive factor")
         self.total_steps = total_steps
+        self.qat_fraction = qat_fraction
+        self.qat_factor = qat_factor
 
     def scheduler(self, model, optimizer):
         """Build the learning-rate scheduler."""
         if self.total_steps is not None:
             self.max_steps = self.total_steps
-        return super().scheduler(model, optimizer)
+        is_quantized = getattr(get_model_config(model[0]), "quantization", "none") != "none"
+        built = super().scheduler(model, optimizer)
+        built["lr_scheduler"]["scheduler"] = QATCosineAnnealing(
+            optimizer,
+            fraction=self.qat_fraction if is_quantized else 0.0,
+            factor=self.qat_factor,
+            max_steps=self.max_steps,
+            warmup_steps=self.warmup_steps,
+            constant_steps=self.constant_steps,
+            min_lr=self.min_lr,
+        )
+        return built
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
@@ -107,6 +148,23 @@ def _apply_multipliers_once(group: dict[str, Any]) -> None:
     for name in ("lr_mult", "wd_mult"):
         if name in group:
             group[f"pre_{name}"] = group.pop(name)
+
+
+def _skip_steps_whose_gradient_is_not_finite(optimizer: MegatronOptimizer) -> None:
+    """Leave parameters and states as they are when the gradient norm is NaN or infinite."""
+    measure, apply_gradients = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    latest_norm = 0.0
+
+    def measured_norm():
+        nonlocal latest_norm
+        latest_norm = measure()
+        return latest_norm
+
+    def apply_finite_gradients() -> bool:
+        return math.isfinite(latest_norm) and apply_gradients()
+
+    optimizer.get_grad_norm = measured_norm
+    optimizer.step_with_ready_grads = apply_finite_gradients
 
 
 def _restore_step_counts_from_groups(optimizer: DistributedOptimizer) -> None:

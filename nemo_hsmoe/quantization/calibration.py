@@ -34,9 +34,7 @@ def calibrate(
         Range of each activation by module path.
     """
     quantizers = {
-        name: quantizer
-        for name, quantizer in quantizers_of(model).items()
-        if quantizer.tensor_class in ACTIVATION_CLASSES
+        name: quantizer for name, quantizer in quantizers_of(model).items() if quantizer.tensor_class in ACTIVATION_CLASSES
     }
     was_training = model.training
     model.eval()

@@ -7,7 +7,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from nemo_hsmoe.kernels.block_quantize import quantize_dequantize
+from nemo_hsmoe.kernels.block_quantize import OuterScale, quantize_dequantize
 from nemo_hsmoe.quantization.hadamard import rotate, rotate_back
 from nemo_hsmoe.quantization.spec import Block, QuantizationSpec
 from nemo_hsmoe.runtime.errors import require
@@ -18,7 +18,7 @@ def fake_quantize(
     format: str = "e2m1",
     block: Block = 16,
     scale: str = "e4m3",
-    tensor_scale: Union[bool, str] = True,
+    tensor_scale: Union[bool, OuterScale] = True,
     *,
     scale_limits: Optional[tuple[float, float]] = None,
     stochastic: bool = False,
@@ -52,11 +52,15 @@ def fake_quantize(
     Raises:
         ConfigurationError: for an unknown format or scale, a block that cannot be, or a tensor that is not floating point.
     """
-    outer = {True: "tensor", False: "none"}.get(tensor_scale, tensor_scale)  # type: ignore[call-overload]
-    spec = QuantizationSpec(
-        format, block, scale, outer if scale in ("e4m3", "ue5m3") else "none", scale_limits, stochastic, hadamard
-    )
+    outer = _outer_scale(tensor_scale) if scale in ("e4m3", "ue5m3") else "none"
+    spec = QuantizationSpec(format, block, scale, outer, scale_limits, stochastic, hadamard)
     return apply_spec(x, spec, amax=amax, generator=generator)
+
+
+def _outer_scale(tensor_scale: Union[bool, OuterScale]) -> OuterScale:
+    if isinstance(tensor_scale, bool):
+        return "tensor" if tensor_scale else "none"
+    return tensor_scale
 
 
 def apply_spec(
@@ -91,9 +95,7 @@ class _FakeQuantize(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _quantized(
-    x: Tensor, spec: QuantizationSpec, amax: Optional[Tensor], generator: Optional[torch.Generator]
-) -> Tensor:
+def _quantized(x: Tensor, spec: QuantizationSpec, amax: Optional[Tensor], generator: Optional[torch.Generator]) -> Tensor:
     if spec.backend == "torchao":
         from nemo_hsmoe.quantization.torchao_backend import quantize_dequantize_torchao
 

@@ -4,7 +4,9 @@ QAT_FRACTION = 0.1
 QAT_FACTOR = 0.5
 
 
-def qat_learning_rate_factor(step: int, total_steps: int, fraction: float = QAT_FRACTION, factor: float = QAT_FACTOR) -> float:
+def qat_learning_rate_factor(
+    step: int, total_steps: int, fraction: float = QAT_FRACTION, factor: float = QAT_FACTOR
+) -> float:
     """Multiplier on the schedule: `factor` for the first `fraction` of a run, 1 after.
 
     Args:

@@ -88,8 +88,8 @@ def quantize_model(
 ) -> ModuleT:
     """Quantise a model from here on: right after initialisation, and in training as in inference.
 
-    Parameters keep their precision as masters; every forward pass uses them as their format can hold them, and gradients pass
-    straight through. Formats are written as `QuantizationSpec.parse` reads them.
+    Parameters keep their precision as masters; every forward pass uses them as their format can hold them, and gradients
+    pass straight through. Formats are written as `QuantizationSpec.parse` reads them.
 
     Args:
         model: `HybridSparseMoEModel`, wrapped or not; changed in place.
@@ -186,14 +186,10 @@ def _row(
         return ReportRow(tensor_class, 0, 0, asked.description, "", None, note)
     assert current is not None
     note = f"{got[False]} in the model's own precision" if got[False] else ""
-    return ReportRow(
-        tensor_class, got[True], got[False], current.description, current.backend, current.bits_per_value, note
-    )
+    return ReportRow(tensor_class, got[True], got[False], current.description, current.backend, current.bits_per_value, note)
 
 
-def _current(
-    asked: Optional[QuantizationSpec], places: list[tuple[str, TensorQuantizer]]
-) -> Optional[QuantizationSpec]:
+def _current(asked: Optional[QuantizationSpec], places: list[tuple[str, TensorQuantizer]]) -> Optional[QuantizationSpec]:
     return next((quantizer.spec for _, quantizer in places if quantizer.spec is not None), asked)
 
 
@@ -224,9 +220,7 @@ def _layer_number(module_name: str) -> Optional[int]:
 
 
 def _core(model: torch.nn.Module) -> torch.nn.Module:
-    return next(
-        module for module in model.modules() if hasattr(module, "decoder") and hasattr(module, "config")
-    )
+    return next(module for module in model.modules() if hasattr(module, "decoder") and hasattr(module, "config"))
 
 
 def _core_config(model: torch.nn.Module):

@@ -174,9 +174,7 @@ class QuantizationSpec:
 
 
 def _check_block(block: Block) -> None:
-    expected = (
-        f"needs a length from 1 to {LARGEST_BLOCK_LENGTH} or (rows, columns) from 1 to {LARGEST_BLOCK_SIDE} each"
-    )
+    expected = f"needs a length from 1 to {LARGEST_BLOCK_LENGTH} or (rows, columns) from 1 to {LARGEST_BLOCK_SIDE} each"
     if isinstance(block, tuple):
         fits = len(block) == 2 and all(_is_count(side) and side <= LARGEST_BLOCK_SIDE for side in block)
     else:

@@ -9,7 +9,7 @@ from typing import Optional
 
 import torch
 
-from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer, quantizers_of
+from nemo_hsmoe.quantization.tensor_quantizer import quantizers_of
 
 _NUMBER_OF_SUMS = 6
 
@@ -36,18 +36,16 @@ class QuantizationStatistics:
 
 
 class StatisticsRecording:
-    """Sums of one recording, read once it is over."""
+    """Sums over the forward passes between `start` and `stop`; costs about a second quantisation of each tensor."""
 
-    def __init__(self, quantizers: list[TensorQuantizer]):
-        self._quantizers = quantizers
+    def __init__(self, model: torch.nn.Module):
+        self._quantizers = [quantizer for quantizer in quantizers_of(model).values() if quantizer.spec is not None]
         self._sums: dict[str, torch.Tensor] = {}
 
     def start(self) -> None:
         """Let the quantizers count."""
         for quantizer in self._quantizers:
-            quantizer.statistics = torch.zeros(
-                _NUMBER_OF_SUMS, dtype=torch.float64, device=quantizer.calibrated_amax.device
-            )
+            quantizer.statistics = torch.zeros(_NUMBER_OF_SUMS, dtype=torch.float64, device=quantizer.calibrated_amax.device)
 
     def stop(self) -> None:
         """Take the quantizers' counts and end counting."""
@@ -73,10 +71,8 @@ class StatisticsRecording:
 
 @contextmanager
 def recorded_statistics(model: torch.nn.Module) -> Iterator[StatisticsRecording]:
-    """Count saturation, flushing and error of the forward passes inside; costs about a second quantisation each."""
-    recording = StatisticsRecording(
-        [quantizer for quantizer in quantizers_of(model).values() if quantizer.spec is not None]
-    )
+    """Count saturation, flushing and error of the forward passes inside; see `StatisticsRecording`."""
+    recording = StatisticsRecording(model)
     recording.start()
     try:
         yield recording

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -63,6 +63,16 @@ class TensorQuantizer(torch.nn.Module):
         if not bool(self.calibrated_amax > 0):
             return None
         return self.calibrated_amax.reshape(())
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Optional[dict] = None
+    ) -> dict[str, Any]:
+        """Entries of a Megatron checkpoint: the range, the same on every rank."""
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, sharded_offsets=sharded_offsets
+        )
 
     def extra_repr(self) -> str:
         """Class and spec, for `print(model)`."""

@@ -12,7 +12,6 @@ from nemo.lightning.megatron_parallel import CallbackMethods
 from nemo.utils import AppState
 
 METRICS_FILE = "metrics.jsonl"
-SUPERSEDED_FILE = "metrics.superseded.jsonl"
 
 
 def run_folder(trainer: pl.Trainer) -> Path:
@@ -43,7 +42,7 @@ class RunMetrics(pl.Callback, CallbackMethods):
         self._begin = time.monotonic()
         self._first_step = trainer.global_step
         if trainer.is_global_zero:
-            self._set_aside_lines_after(run_folder(trainer), trainer.global_step)
+            set_aside_lines_after(run_folder(trainer) / METRICS_FILE, trainer.global_step)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         """Start the iteration's clock."""
@@ -116,21 +115,21 @@ class RunMetrics(pl.Callback, CallbackMethods):
             flush=True,
         )
 
-    @staticmethod
-    def _set_aside_lines_after(folder: Path, step: int) -> None:
-        path = folder / METRICS_FILE
-        if not path.exists():
-            return
-        kept: list[str] = []
-        superseded: list[str] = []
-        for line in path.read_text().splitlines(keepends=True):
-            (kept if _step_of(line) <= step else superseded).append(line)
-        if superseded:
-            with (folder / SUPERSEDED_FILE).open("a") as file:
-                file.writelines(superseded)
-            rewritten = path.with_suffix(".rewriting")
-            rewritten.write_text("".join(kept))
-            rewritten.replace(path)
+
+def set_aside_lines_after(path: Path, step: int) -> None:
+    """Move lines of iterations after `step` from a JSON-lines file to `NAME.superseded.jsonl` beside it."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    superseded: list[str] = []
+    for line in path.read_text().splitlines(keepends=True):
+        (kept if _step_of(line) <= step else superseded).append(line)
+    if superseded:
+        with path.with_name(f"{path.stem}.superseded.jsonl").open("a") as file:
+            file.writelines(superseded)
+        rewritten = path.with_suffix(".rewriting")
+        rewritten.write_text("".join(kept))
+        rewritten.replace(path)
 
 
 def _step_of(line: str) -> float:
