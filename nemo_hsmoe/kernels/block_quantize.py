@@ -31,9 +31,9 @@ class RoundingGrid(NamedTuple):
 class BlockScaling(NamedTuple):
     """How a tensor is cut into blocks and each block scaled.
 
-    With a the largest finite magnitude of a block, `s = a / largest element`. Two-level scaling stores
-    `round(s / t)` times an outer float32 scale `t = A / (largest element · largest scale)`, A the largest magnitude of the
-    tensor, matrix or row.
+    With a the largest magnitude of a block, `s = a / largest element`. Two-level scaling stores
+    `round(s / t)` times an outer float32 scale `t = A / (largest element · largest scale)`, A the largest finite
+    magnitude of the tensor, matrix or row.
 
     Attributes:
         element: grid of the elements.
@@ -103,8 +103,9 @@ def quantize_dequantize(
         generator: source of the draws.
 
     Returns:
-        Tensor of `x`'s shape and dtype. NaN stays NaN where it stands, ±Inf becomes NaN; neither touches the rest of its
-        block. A block of zeros is zeros.
+        Tensor of `x`'s shape and dtype. NaN stays NaN where it stands; a block that holds ±Inf is NaN as a whole, for no
+        block format holds Inf and a saturated one would hide a fault; other blocks are not touched. A block of zeros is
+        zeros.
     """
     if x.numel() == 0:
         return x.clone()
@@ -139,8 +140,9 @@ def quantize_blocks(
     """The parts `quantize_dequantize_reference` multiplies: rounded elements, and the scale of each."""
     wide = x if x.dtype == torch.float64 else x.float()
     tiled = _cut_into_blocks(wide, scaling.block)
-    block_amax = _finite_amax(tiled, (-3, -1))
+    block_amax = _amax_beside_nan(tiled, (-3, -1))
     scale, reciprocal = _scales(block_amax, scaling, _outer_amax(block_amax, scaling.outer, amax))
+    scale = scale.where(block_amax.isfinite(), float("nan"))
     scaled = tiled * reciprocal
     elements = round_to_grid(scaled, scaling.element, stochastic, generator)
     shape = wide.shape
@@ -154,6 +156,7 @@ def _triton_applies(x: Tensor, scaling: BlockScaling, amax: Optional[Tensor], st
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and powers_of_two
         and math.prod(scaling.block) <= 4096
+        and (scaling.outer != "tensor" or scaling.block[0] == 1 or x.dim() < 3 or x.shape[-2] % scaling.block[0] == 0)
         and amax is None
         and not stochastic
     )
@@ -180,11 +183,10 @@ def _join_blocks(tiled: Tensor, shape: torch.Size) -> Tensor:
     return tiled.reshape(*tiled.shape[:-4], height, width)[..., :rows, :columns].reshape(shape)
 
 
-def _finite_amax(tiled: Tensor, dims: tuple[int, ...]) -> Tensor:
-    magnitude = tiled.abs()
-    amax = magnitude.amax(dim=dims, keepdim=True)
-    if amax.is_cuda or not bool(torch.isfinite(amax).all()):
-        amax = magnitude.nan_to_num_(0.0, 0.0).amax(dim=dims, keepdim=True)
+def _amax_beside_nan(tiled: Tensor, dims: tuple[int, ...]) -> Tensor:
+    amax = tiled.abs().amax(dim=dims, keepdim=True)
+    if amax.is_cuda or bool(amax.isnan().any()):
+        amax = tiled.abs().nan_to_num_(0.0, float("inf")).amax(dim=dims, keepdim=True)
     return amax
 
 
@@ -194,6 +196,7 @@ def _outer_amax(block_amax: Tensor, outer: OuterScale, given: Optional[Tensor]) 
     if given is not None:
         given = given.to(block_amax.dtype)
         return given if given.dim() < 2 else given[..., :, None, :, None]
+    block_amax = block_amax.where(block_amax.isfinite(), 0.0)
     if outer == "tensor":
         return block_amax.amax()
     return block_amax.amax(dim=(-4, -2) if outer == "matrix" else -2, keepdim=True)

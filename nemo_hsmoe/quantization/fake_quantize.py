@@ -45,9 +45,9 @@ def fake_quantize(
         generator: source of the draws.
 
     Returns:
-        Tensor of `x`'s shape and dtype. NaN stays NaN, ±Inf becomes NaN, neither touches the rest of its block; a block of
-        zeros is zeros. Stored scales are normal numbers, so that blocks much smaller than their tensor (below
-        `2^-6 / 448` of it for E4M3) round towards zero rather than lose their scale.
+        Tensor of `x`'s shape and dtype. NaN stays NaN where it stands, a block that holds ±Inf is NaN as a whole, other
+        blocks are not touched; a block of zeros is zeros. Stored scales are normal numbers, so that blocks much smaller than
+        their tensor (below `2^-6 / 448` of it for E4M3) round towards zero rather than lose their scale.
 
     Raises:
         ConfigurationError: for an unknown format or scale, a block that cannot be, or a tensor that is not floating point.
