@@ -203,7 +203,7 @@ def _outer_amax(block_amax: Tensor, outer: OuterScale, given: Optional[Tensor]) 
 
 
 def _scales(block_amax: Tensor, scaling: BlockScaling, outer_amax: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    wanted = block_amax / scaling.element.largest
+    wanted = block_amax / _scalar_like(block_amax, scaling.element.largest)
     if scaling.limits is not None:
         wanted = wanted.clamp(*scaling.limits)
     if scaling.scale is None:
@@ -215,9 +215,14 @@ def _scales(block_amax: Tensor, scaling: BlockScaling, outer_amax: Optional[Tens
     largest_product = scaling.element.largest * scaling.scale.largest
     if scaling.limits is not None:
         outer_amax = outer_amax.clamp(*(limit * scaling.element.largest for limit in scaling.limits))
-    outer = (outer_amax / largest_product).clamp_min(SMALLEST_OUTER_SCALE)
+    outer = (outer_amax / _scalar_like(outer_amax, largest_product)).clamp_min(SMALLEST_OUTER_SCALE)
     stored = _stored(wanted / outer, scaling)
     return stored * outer, (1.0 / outer) / stored
+
+
+def _scalar_like(x: Tensor, value: float) -> Tensor:
+    """`value` as a tensor on `x`'s device: torch multiplies by the reciprocal of a Python number there."""
+    return torch.full((), value, dtype=x.dtype, device=x.device)
 
 
 def _stored(wanted: Tensor, scaling: BlockScaling) -> Tensor:

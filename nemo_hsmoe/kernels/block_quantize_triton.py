@@ -1,8 +1,8 @@
 """`block_quantize.quantize_dequantize` as one Triton launch that reads each value from memory once.
 
-A program takes a band of rows. A row's outer scale is found inside its program; a matrix does not fit one, so there a launch
+A program takes a strip of rows. A row's outer scale is found inside its program; a matrix does not fit one, so its launch
 has two kinds of program, which measure and which convert. Programs draw tickets in the order they start, matrices are
-measured `lag` ahead of those being converted, and a converting program waits for its matrix' count of measured bands: what
+measured `lag` ahead of those being converted, and a converting program waits for its matrix' count of measured strips: what
 it waits for has started before it and waits for nobody. The second read of a matrix comes from the L2 cache.
 """
 
@@ -21,14 +21,17 @@ _OUTER_CODES = {"none": 0, "row": 1, "tensor": 2, "matrix": 2}
 _NO_OUTER_SCALE, _ROW_SCALE, _MATRIX_SCALE = (tl.constexpr(code) for code in (0, 1, 2))
 _BYTES_MEASURED_AHEAD = 16 << 20
 _FLAT_COLUMNS = 4096
+_VALUES_PER_WARP = 1024
+_ROWS_PER_STRIP = 64
 
 
 class _Tile(NamedTuple):
-    """Blocks a program holds at once, down and across, and the warps that share them."""
+    """Blocks a program holds at once, down and across, the warps that share them, and how many such bands it takes."""
 
     blocks_down: int
     blocks_across: int
     warps: int
+    bands: int = 1
 
 
 def quantize_dequantize_triton(x: Tensor, scaling: BlockScaling) -> Tensor:
@@ -38,26 +41,27 @@ def quantize_dequantize_triton(x: Tensor, scaling: BlockScaling) -> Tensor:
     matrices, rows, columns = _as_matrices(x, scaling)
     block_rows, block_columns = scaling.block
     tile = _tile_for(rows, columns, scaling)
-    width, height = tile.blocks_across * block_columns, tile.blocks_down * block_rows
-    bands = triton.cdiv(rows, height)
+    width, height = tile.blocks_across * block_columns, tile.blocks_down * block_rows * tile.bands
+    strips = triton.cdiv(rows, height)
     measures = scaling.outer in ("tensor", "matrix")
     lag = max(1, min(matrices, _BYTES_MEASURED_AHEAD // max(1, rows * columns * x.element_size())))
     state = torch.zeros(1 + 2 * matrices if measures else 1, dtype=torch.int32, device=x.device)
     low, high = scaling.limits or (0.0, 0.0)
     scale = scaling.scale
-    _quantize_dequantize_kernel[(matrices * bands * (2 if measures else 1),)](
+    _quantize_dequantize_kernel[(matrices * strips * (2 if measures else 1),)](
         x,
         out,
         state,
         matrices,
         rows,
         columns,
-        bands,
+        strips,
         lag,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
         BLOCKS_DOWN=tile.blocks_down,
         BLOCKS_ACROSS=tile.blocks_across,
+        BANDS=tile.bands,
         OUTER=_OUTER_CODES[scaling.outer],
         WHOLE_ROW=width >= columns,
         FITS=rows % height == 0 and columns % width == 0,
@@ -103,9 +107,11 @@ def _tile_for(rows: int, columns: int, scaling: BlockScaling) -> _Tile:
     else:
         even = across & -across
         blocks_across = even if even * block_columns >= 128 else padded
-        blocks_across = max(1, min(blocks_across, 512 // block_columns))
-    blocks_down = max(1, min(triton.next_power_of_2(rows), 2048 // (block_rows * block_columns * blocks_across)))
-    return _Tile(blocks_down, blocks_across, 2 if block_rows > 1 else 4)
+        blocks_across = max(1, min(blocks_across, _VALUES_PER_WARP // (block_rows * block_columns)))
+    blocks_down = max(1, _VALUES_PER_WARP // (block_rows * block_columns * blocks_across))
+    blocks_down = min(blocks_down, triton.next_power_of_2(triton.cdiv(rows, block_rows)))
+    bands = max(1, _ROWS_PER_STRIP // (block_rows * blocks_down)) if scaling.outer in ("tensor", "matrix") else 1
+    return _Tile(blocks_down, blocks_across, 1, bands)
 
 
 @triton.jit
@@ -229,12 +235,13 @@ def _quantize_dequantize_kernel(
     matrices,
     rows,
     columns,
-    bands,
+    strips,
     lag,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCKS_DOWN: tl.constexpr,
     BLOCKS_ACROSS: tl.constexpr,
+    BANDS: tl.constexpr,
     OUTER: tl.constexpr,
     WHOLE_ROW: tl.constexpr,
     FITS: tl.constexpr,
@@ -258,37 +265,36 @@ def _quantize_dequantize_kernel(
     measures = False
     if OUTER == _MATRIX_SCALE:
         ticket = tl.atomic_add(state_ptr, 1)
-        turn = ticket // bands
-        band = ticket % bands
+        turn = ticket // strips
+        strip = ticket % strips
         paired = turn - lag
         both = 2 * (matrices - lag)
         measures = (turn < lag) | ((paired < both) & (paired % 2 == 0))
         alternating = paired // 2 + tl.where(paired % 2 == 0, lag, 0)
         matrix = tl.where(turn < lag, turn, tl.where(paired < both, alternating, paired - (matrices - lag)))
     else:
-        matrix = tl.program_id(0) // bands
-        band = tl.program_id(0) % bands
+        matrix = tl.program_id(0) // strips
+        strip = tl.program_id(0) % strips
 
-    matrix_start = matrix.to(tl.int64) * rows * columns
+    strip_start = (matrix.to(tl.int64) * rows + strip * (BANDS * HEIGHT)) * columns
     amax_ptr = state_ptr.to(tl.pointer_type(tl.float32)) + 1 + matrix
     done_ptr = state_ptr + 1 + matrices + matrix
 
     if measures:
-        band_start = x_ptr + matrix_start + band.to(tl.int64) * HEIGHT * columns
-        count = tl.minimum(HEIGHT, rows - band * HEIGHT) * columns
-        tl.atomic_max(amax_ptr, _finite_amax(band_start, count, WIDTH * HEIGHT, FITS))
+        count = tl.minimum(BANDS * HEIGHT, rows - strip * (BANDS * HEIGHT)) * columns
+        tl.atomic_max(amax_ptr, _finite_amax(x_ptr + strip_start, count, WIDTH * HEIGHT, FITS))
         tl.atomic_add(done_ptr, 1)
     else:
         down = tl.arange(0, BLOCKS_DOWN)[:, None, None, None] * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :, None, None]
         across = tl.arange(0, BLOCKS_ACROSS)[None, None, :, None] * BLOCK_COLUMNS
         across += tl.arange(0, BLOCK_COLUMNS)[None, None, None, :]
-        row = band * HEIGHT + down
-        x_start = x_ptr + matrix_start + band.to(tl.int64) * HEIGHT * columns + down * columns + across
-        out_start = out_ptr + matrix_start + band.to(tl.int64) * HEIGHT * columns + down * columns + across
+        row = strip * (BANDS * HEIGHT) + down
+        x_start = x_ptr + strip_start + down * columns + across
+        out_start = out_ptr + strip_start + down * columns + across
 
         outer = tl.full([1, 1, 1, 1], 1.0, tl.float32)
         if OUTER == _MATRIX_SCALE:
-            while tl.atomic_add(done_ptr, 0) < bands:
+            while tl.atomic_add(done_ptr, 0) < strips:
                 pass
             outer_amax = tl.full([1, 1, 1, 1], 1.0, tl.float32) * tl.load(amax_ptr, volatile=True)
             outer = _outer_scale(
@@ -304,9 +310,13 @@ def _quantize_dequantize_kernel(
                 outer_amax, ELEMENT_LARGEST, SCALE_LARGEST, HAS_LIMITS, LOW_LIMIT, HIGH_LIMIT, SMALLEST_OUTER
             )
 
-        for start in range(0, columns, WIDTH):
-            inside = (row < rows) & (start + across < columns)
-            x = _load(x_start + start, inside, FITS)
+        loops = tl.cdiv(columns, WIDTH)
+        for turn_in_strip in range(0, BANDS * loops):
+            band = turn_in_strip // loops
+            start = (turn_in_strip % loops) * WIDTH
+            offset = band * (HEIGHT * columns) + start
+            inside = (row + band * HEIGHT < rows) & (start + across < columns)
+            x = _load(x_start + offset, inside, FITS)
             block_amax = _block_amax(x)
             if OUTER == _ROW_SCALE and WHOLE_ROW:
                 row_amax = tl.max(_zero_unless_finite(block_amax), axis=2)[:, :, None, :]
@@ -335,6 +345,6 @@ def _quantize_dequantize_kernel(
                 HIGH_LIMIT,
             ).to(out_ptr.dtype.element_ty)
             if FITS:
-                tl.store(out_start + start, quantized)
+                tl.store(out_start + offset, quantized)
             else:
-                tl.store(out_start + start, quantized, mask=inside)
+                tl.store(out_start + offset, quantized, mask=inside)
