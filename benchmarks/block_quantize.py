@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Emulated quantise-dequantise beside TorchAO's, as shares of this GPU's copy bandwidth.
 
-Bytes are counted once in and once out. Times are medians of CUDA-event timings. Run it on a CUDA machine:
-`python benchmarks/block_quantize.py`.
+Bytes are counted once in and once out. Times are medians: of calls replayed from a CUDA graph, which is what the device
+takes, and of single calls between two events, which show the host's share where that is longer. Run it on a CUDA machine:
+`python benchmarks/block_quantize.py [RESULT.json]`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-from triton.testing import do_bench
+from triton.testing import do_bench, do_bench_cudagraph
 
 from nemo_hsmoe.kernels.block_quantize import quantize_dequantize, quantize_dequantize_reference
 from nemo_hsmoe.quantization.spec import QuantizationSpec
@@ -45,15 +46,20 @@ def torchao_mxfp8(x: torch.Tensor) -> torch.Tensor:
 RIVALS = {"NVFP4 16, fp32 per tensor": torchao_nvfp4, "MXFP8 32": torchao_mxfp8}
 
 
-def milliseconds(function, *arguments) -> float:
-    """Median time of a call."""
-    return do_bench(lambda: function(*arguments), warmup=50, rep=200, return_mode="median")
+def device_milliseconds(function, *arguments) -> float:
+    """Median time of a call in a CUDA graph."""
+    return do_bench_cudagraph(lambda: function(*arguments), rep=20, return_mode="median")
+
+
+def call_milliseconds(function, *arguments) -> float:
+    """Median time between two events around a call."""
+    return do_bench(lambda: function(*arguments), warmup=20, rep=80, return_mode="median")
 
 
 def copy_milliseconds(x: torch.Tensor) -> float:
     """Median time of copying `x` on the device."""
     target = torch.empty_like(x)
-    return milliseconds(target.copy_, x)
+    return device_milliseconds(target.copy_, x)
 
 
 def main() -> int:
@@ -79,13 +85,17 @@ def main() -> int:
         print(f"\n{shape_name}, bf16: copy {copy:.3f} ms = {moved / copy / 1e9:.2f} TB/s")
         for name, function, *arguments in contenders:
             try:
-                time = milliseconds(function, *arguments)
+                call = call_milliseconds(function, *arguments)
+                time = device_milliseconds(function, *arguments)
             except Exception as error:
                 print(f"  {name:<52} failed: {str(error).splitlines()[0][:80]}")
                 continue
             rate = moved / time / 1e9
-            rows.append({"shape": shape_name, "what": name, "ms": time, "tb_per_s": rate, "of_copy": rate / copy_rate})
-            print(f"  {name:<52}{time:8.3f} ms {rate:6.2f} TB/s {rate / copy_rate:6.1%} of copy")
+            share, of_call = rate / copy_rate, moved / call / 1e9 / copy_rate
+            rows.append({"shape": shape_name, "what": name, "ms": time, "of_copy": share, "of_copy_by_call": of_call})
+            print(
+                f"  {name:<48}{time:8.3f} ms {rate:6.2f} TB/s {share:6.1%} of copy, a single call {of_call:6.1%}", flush=True
+            )
     if len(sys.argv) > 1:
         with open(sys.argv[1], "w") as file:
             json.dump({"device": torch.cuda.get_device_name(), "copy_tb_per_s": copy_rate, "rows": rows}, file, indent=1)

@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 from torch.nn import Parameter
 
+from nemo_hsmoe.quantization.native import ROWS_MULTIPLE
 from nemo_hsmoe.quantization.tensor_quantizer import TensorQuantizer
 
 
@@ -47,14 +48,27 @@ class QuantizableRowParallelLinear(QuantizableLinear, RowParallelLinear):
     """Megatron's `RowParallelLinear`."""
 
 
+class PaddedRows:
+    """Mixin over a TransformerEngine linear layer: rows are filled up with zeros where a low-precision product needs it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+        """`x @ weight.T` and None for Megatron's bias slot."""
+        rows = x.shape[:-1].numel()
+        missing = -rows % ROWS_MULTIPLE
+        if not missing or not self.will_execute_quantized(False):  # type: ignore[attr-defined]
+            return super().forward(x)  # type: ignore[misc]
+        padded, bias = super().forward(F.pad(x.reshape(rows, -1), (0, 0, 0, missing)))  # type: ignore[misc]
+        return padded[:rows].view(*x.shape[:-1], -1), bias
+
+
 def transformer_engine_linears() -> tuple[type, type]:
     """The same over TransformerEngine's column- and row-parallel layers; needs TransformerEngine."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-    class QuantizableTEColumnParallelLinear(QuantizableLinear, TEColumnParallelLinear):
+    class QuantizableTEColumnParallelLinear(QuantizableLinear, PaddedRows, TEColumnParallelLinear):
         """Megatron's `TEColumnParallelLinear`."""
 
-    class QuantizableTERowParallelLinear(QuantizableLinear, TERowParallelLinear):
+    class QuantizableTERowParallelLinear(QuantizableLinear, PaddedRows, TERowParallelLinear):
         """Megatron's `TERowParallelLinear`."""
 
     return QuantizableTEColumnParallelLinear, QuantizableTERowParallelLinear

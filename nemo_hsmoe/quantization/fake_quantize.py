@@ -47,7 +47,8 @@ def fake_quantize(
     Returns:
         Tensor of `x`'s shape and dtype. NaN stays NaN where it stands, a block that holds ±Inf is NaN as a whole, other
         blocks are not touched; a block of zeros is zeros. Stored scales are normal numbers, so that blocks much smaller than
-        their tensor (below `2^-6 / 448` of it for E4M3) round towards zero rather than lose their scale.
+        their tensor (below `2^-6 / 448` of it for E4M3) round towards zero rather than lose their scale. Without an outer
+        scale, blocks beyond the largest element times the largest scale (2688 for E2M1 and E4M3) saturate.
 
     Raises:
         ConfigurationError: for an unknown format or scale, a block that cannot be, or a tensor that is not floating point.

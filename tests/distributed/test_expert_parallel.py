@@ -2,7 +2,12 @@
 
 The learning rate is 1e-3, not the tiny recipe's 1e-2: at that rate, and 256 tokens an iteration, a last-bit difference in
 a sum moves a token across a top-4 boundary within ten iterations, and curves part by 1e-4 without any fault.
+
+Parity to 1e-5 is shown without quantisation: rounding to a narrow grid turns a last-bit difference into a step of the grid.
+The quantised runs are held to that grid's noise instead.
 """
+
+import json
 
 import pytest
 
@@ -19,17 +24,19 @@ SHORT = {
 }
 
 
-def run(processes, arguments, cache_dir, **overrides):
+def run(processes, arguments, cache_dir, quantization="none", **overrides):
+    arguments = {**arguments, "quantization": quantization}
     overrides = {**SHORT, "data.cache_dir": cache_dir, "optim.lr_scheduler.total_steps": STEPS, **overrides}
     return run_in_processes(train, processes, "hsmoe_tiny", {**arguments, "num_gpus_per_node": processes}, overrides)[0]
 
 
-def assert_same_curve(metrics, reference):
-    assert [line["step"] for line in metrics] == [line["step"] for line in reference] == list(range(1, STEPS + 1))
+def assert_same_curve(metrics, reference, rel=1e-5):
+    assert [line["step"] for line in metrics] == [line["step"] for line in reference] == list(range(1, len(reference) + 1))
     for line, expected in zip(metrics, reference):
         for name in ("loss", "grad_norm", "lr"):
-            assert line[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-9), (line["step"], name)
-    assert metrics[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=1e-5)
+            assert line[name] == pytest.approx(expected[name], rel=rel, abs=1e-9), (line["step"], name)
+    if len(reference) == STEPS:
+        assert metrics[-1]["val_loss"] == pytest.approx(reference[-1]["val_loss"], rel=rel)
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +74,21 @@ def test_resume_in_the_middle_is_bit_exact_asynchronous_saving_too(reference, tm
     assert [line["loss"] for line in metrics] == [line["loss"] for line in reference]
     assert [line["lr"] for line in metrics] == [line["lr"] for line in reference]
     assert metrics[-1]["val_loss"] == reference[-1]["val_loss"]
+
+
+def test_a_quantized_run_agrees_and_continues_at_another_expert_parallelism(tmp_path, cache_dir):
+    alone = {"dir": str(tmp_path), "name": "alone", "max_steps": STEPS}
+    expected = run(1, alone, cache_dir, quantization="emulated")
+    for processes, last_step in ((4, 10), (2, STEPS)):
+        arguments = {"dir": str(tmp_path), "name": "run", "max_steps": last_step}
+        metrics = run(processes, arguments, cache_dir, quantization="emulated")
+    assert_same_curve(metrics[:5], expected[:5])
+    assert_same_curve(metrics, expected, rel=0.1)
+    losses = [(line["loss"], other["loss"]) for line, other in zip(metrics, expected)]
+    assert all(loss == pytest.approx(other, rel=2e-3) for loss, other in losses)
+    report = json.loads((tmp_path / "run" / "quantization.json").read_text())
+    assert report["policy"] == "emulated"
+    statistics = [json.loads(line) for line in (tmp_path / "run" / "quantization.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in statistics] == [1]
+    assert 0.02 < statistics[0]["routed_expert_weight"]["relative_error"] < 0.2
+    assert statistics[0]["routed_expert_weight"]["not_finite"] == 0
