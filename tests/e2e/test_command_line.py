@@ -47,6 +47,7 @@ def test_overrides_take_effect_and_the_run_folder_tells_the_story(tmp_path, cach
     assert (tmp_path / "run" / "run.png").read_bytes()[:4] == b"\x89PNG"
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     assert "unigram with add-one smoothing" in result.stdout
+    assert "quantization: emulated" in result.stdout
 
 
 def test_dry_run_of_the_5b_recipe():
@@ -80,6 +81,9 @@ def nemo_command_in_this_process(arguments: list[str], folder: str) -> tuple[int
         ("hsmoe_tiny(corpus=/nowhere)", "trainer.max_steps=2", "corpus='/nowhere': needs an existing file or folder"),
         ("hsmoe_tiny(num_gpus_per_node=3)", "trainer.max_steps=2", "expert_parallelism=3: needs a divisor of the 64"),
         ("hsmoe_tiny(colour=red)", "trainer.max_steps=2", "colour"),
+        ("hsmoe_tiny(quantization=fp4)", "trainer.max_steps=2", "quantization='fp4': needs one of none, emulated"),
+        ("hsmoe_tiny", "model.config.quantization=native", "quantization='native': needs TransformerEngine and a Blackwell"),
+        ("hsmoe_tiny", "model.config.quantization_rows={'value_output': 'NVFP5'}", "format='NVFP5': needs"),
         ("hsmoe_tiny", "trainer.max_stepz=2", "max_stepz"),
         ("hsmoe_tiny", "data.micro_batch_size=3", "global_batch_size=4: needs a multiple of micro_batch_size = 3"),
         ("hsmoe_tiny", "data.seq_length=512", "needs at most seq_length = 256 positions"),

@@ -13,6 +13,7 @@ from nemo_hsmoe.model.hybrid_moe import HybridSparseMoEModel
 from nemo_hsmoe.plugin.callbacks.metrics import run_folder, set_aside_lines_after
 from nemo_hsmoe.quantization.quantize_model import grow_blocks, quantization_report
 from nemo_hsmoe.quantization.statistics import StatisticsRecording
+from nemo_hsmoe.runtime.errors import require
 
 REPORT_FILE = "quantization.json"
 STATISTICS_FILE = "quantization.jsonl"
@@ -33,9 +34,15 @@ class QuantizationMonitor(pl.Callback):
         record_every_n_steps: iterations between recordings; 0 for none.
         exploding_grad_norm: largest norm before clipping that is not an explosion.
         growth_cooldown: iterations before blocks may grow again.
+
+    Raises:
+        ConfigurationError: for a negative number of iterations or a norm that is not positive.
     """
 
     def __init__(self, record_every_n_steps: int = 50, exploding_grad_norm: float = 100.0, growth_cooldown: int = 100):
+        for name, value in (("record_every_n_steps", record_every_n_steps), ("growth_cooldown", growth_cooldown)):
+            require(isinstance(value, int) and value >= 0, name, value, "needs a number of iterations, 0 for none")
+        require(exploding_grad_norm > 0, "exploding_grad_norm", exploding_grad_norm, "needs a positive norm")
         self.record_every_n_steps = record_every_n_steps
         self.exploding_grad_norm = exploding_grad_norm
         self.growth_cooldown = growth_cooldown
